@@ -1,0 +1,1 @@
+"""Kernels of our own. One folder per operation: a plain-XLA reference and one file per accelerator."""
