@@ -13,6 +13,10 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
+from kvjax.typing import check_shapes  # noqa: E402  (after the platform is settled)
+
+check_shapes()
+
 GOLDEN = Path(__file__).parent / "golden"
 
 # What a marked test cannot do without; asking for the marker by name runs it regardless, so that a
