@@ -36,40 +36,49 @@ GAP = 5e-3  # smallest distance between the two best logits of a greedy step
 
 # head_dim H, heads N, KV heads K: groups 1 to 8, K in {1, 2, 3, 4, 8}. D, F and V divide by 8 (meshes).
 # `old`: the config.json is rewritten in the spelling of transformers 4. `store`: dtype of the weights.
-LLAMA3 = dict(
-    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)  # fmt: skip
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=64)
-WINDOW = dict(use_sliding_window=True, sliding_window=12)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+YARN4 = YARN | {"factor": 4.0, "original_max_position_embeddings": 128}
+WINDOW = {"use_sliding_window": True, "sliding_window": 12}
+FIRST_FULL = WINDOW | {"max_window_layers": 1}
+MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+def row(kind: str, D: int, L: int, N: int, K: int, H: int, F: int, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "D": D, "L": L, "N": N, "K": K, "H": H, "F": F, **more}
+
+
 MODELS: dict[str, dict[str, Any]] = {
-    "llama1-old": dict(type="llama", D=128, L=2, N=4, K=4, H=32, F=96, old=True, store="float32", bare=True),
-    "llama2-f16": dict(type="llama", D=64, L=2, N=2, K=2, H=128, F=128, old=True, store="float16"),
-    "llama3-sharded": dict(type="llama", D=64, L=2, N=16, K=8, H=32, F=128, theta=500000.0, shards="150KB"),
-    "llama31-rope": dict(type="llama", D=64, L=2, N=8, K=2, H=64, F=128, rope=LLAMA3),
-    "llama32-tied": dict(type="llama", D=96, L=2, N=6, K=3, H=32, F=128, tie=True, rope=LLAMA3 | {"factor": 32.0}),
-    "smollm-tied-old": dict(type="llama", D=96, L=3, N=3, K=1, H=32, F=128, tie=True, old=True),
-    "llama-bias": dict(type="llama", D=64, L=2, N=8, K=1, H=32, F=128, extra=dict(attention_bias=True, mlp_bias=True)),
-    "llama-linear-old": dict(
-        type="llama", D=64, L=2, N=4, K=2, H=64, F=128, old="type",
-        rope=dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
-    ),
-    "llama-yarn": dict(type="llama", D=80, L=2, N=5, K=1, H=64, F=128, rope=YARN),
-    "llama-h80": dict(type="llama", D=96, L=2, N=6, K=3, H=80, F=96),
-    "llama-h96": dict(type="llama", D=64, L=2, N=4, K=4, H=96, F=96),
-    "qwen2-untied": dict(type="qwen2", D=64, L=2, N=14, K=2, H=32, F=128, theta=1000000.0),
-    "qwen2-tied-old": dict(type="qwen2", D=64, L=3, N=4, K=2, H=32, F=128, tie=True, theta=1000000.0, old=True),
-    "qwen2-window": dict(type="qwen2", D=64, L=3, N=4, K=1, H=64, F=96, extra=WINDOW | {"max_window_layers": 1}),
-    "qwen2-yarn-old": dict(type="qwen2", D=64, L=2, N=6, K=1, H=80, F=96, old="type", rope=YARN | {"factor": 4.0, "original_max_position_embeddings": 128}),
-    "qwen3-untied": dict(type="qwen3", D=64, L=2, N=4, K=1, H=128, F=96, theta=1000000.0),
-    "qwen3-tied": dict(type="qwen3", D=64, L=2, N=16, K=2, H=32, F=128, theta=1000000.0, tie=True),
-    "qwen3-bias": dict(type="qwen3", D=64, L=2, N=6, K=2, H=96, F=96, old=True, extra=dict(attention_bias=True)),
-    "qwen3-window": dict(
-        type="qwen3", D=64, L=3, N=4, K=4, H=64, F=96, tie=True,
-        extra=WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "qwen3-yarn": dict(type="qwen3", D=64, L=2, N=8, K=8, H=32, F=96, rope=YARN | {"attention_factor": 1.25}),
-}  # fmt: skip
+    "llama1-old": row("llama", 128, 2, 4, 4, 32, 96, old=True, store="float32", bare=True),
+    "llama2-f16": row("llama", 64, 2, 2, 2, 128, 128, old=True, store="float16"),
+    "llama3-sharded": row("llama", 64, 2, 16, 8, 32, 128, theta=500000.0, shards="150KB"),
+    "llama31-rope": row("llama", 64, 2, 8, 2, 64, 128, rope=LLAMA3),
+    "llama32-tied": row("llama", 96, 2, 6, 3, 32, 128, tie=True, rope=LLAMA3 | {"factor": 32.0}),
+    "smollm-tied-old": row("llama", 96, 3, 3, 1, 32, 128, tie=True, old=True),
+    "llama-bias": row("llama", 64, 2, 8, 1, 32, 128, extra=BIASES),
+    "llama-linear-old": row("llama", 64, 2, 4, 2, 64, 128, old="type", rope=LINEAR),
+    "llama-yarn": row("llama", 80, 2, 5, 1, 64, 128, rope=YARN),
+    "llama-h80": row("llama", 96, 2, 6, 3, 80, 96),
+    "llama-h96": row("llama", 64, 2, 4, 4, 96, 96),
+    "qwen2-untied": row("qwen2", 64, 2, 14, 2, 32, 128, theta=1000000.0),
+    "qwen2-tied-old": row("qwen2", 64, 3, 4, 2, 32, 128, tie=True, theta=1000000.0, old=True),
+    "qwen2-window": row("qwen2", 64, 3, 4, 1, 64, 96, extra=FIRST_FULL),
+    "qwen2-yarn-old": row("qwen2", 64, 2, 6, 1, 80, 96, old="type", rope=YARN4),
+    "qwen3-untied": row("qwen3", 64, 2, 4, 1, 128, 96, theta=1000000.0),
+    "qwen3-tied": row("qwen3", 64, 2, 16, 2, 32, 128, theta=1000000.0, tie=True),
+    "qwen3-bias": row("qwen3", 64, 2, 6, 2, 96, 96, old=True, extra={"attention_bias": True}),
+    "qwen3-window": row("qwen3", 64, 3, 4, 4, 64, 96, tie=True, extra=MIXED),
+    "qwen3-yarn": row("qwen3", 64, 2, 8, 8, 32, 96, rope=YARN | {"attention_factor": 1.25}),
+}
 
 
 def config_of(name: str) -> Any:
@@ -134,7 +143,8 @@ def old_spelling(config: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]
 
 def load_reference(directory: Path) -> Any:
     """The stored checkpoint in float32 with eager attention."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
 @torch.no_grad()
@@ -181,25 +191,28 @@ def build(name: str, out: Path) -> None:
     else:
         raise SystemExit(f"{name}: no prompt without a near-tie")
     logits = logits_of(reference, ids)
-    save_file({"input_ids": ids, "logits": logits, "tokens": tokens.astype(np.int32)}, out / "expected.safetensors")
+    expected = {"input_ids": ids, "logits": logits, "tokens": tokens.astype(np.int32)}
+    save_file(expected, out / "expected.safetensors")
     size = sum(f.stat().st_size for f in out.iterdir())
     print(f"{name:18} {size / 1e3:7.0f} kB  logit std {logits.std():.2f}  smallest greedy gap {gap:.3f}")
 
 
 # Frequent English pairs, in the order they are merged; Ġ stands for a leading space.
-MERGES = """Ġ t|h e|i n|r e|Ġ a|o n|e r|Ġt he|Ġ s|a t|Ġ w|o u|e n|i s|Ġ o|i t|e s|Ġ c|o r|a n|Ġ b|e d|Ġ f|in g|
-Ġ p|a r|Ġt o|a l|Ġo f|a s|Ġa n|Ġ in|Ġ m|i c|l e|r o|Ġ h|Ġan d|i on|Ġ d|l l|en t|o m|Ġ n|Ġ l|v e|Ġ is|s t|a c|
+MERGES = """Ġ t|h e|i n|r e|Ġ a|o n|e r|Ġt he|Ġ s|a t|Ġ w|o u|e n|i s|Ġ o|i t|e s|Ġ c|o r|a n|Ġ b|e d|Ġ f|
+in g|Ġ p|a r|Ġt o|a l|Ġo f|a s|Ġa n|Ġ in|Ġ m|i c|l e|r o|Ġ h|Ġan d|i on|Ġ d|l l|en t|o m|Ġ n|Ġ l|v e|Ġ is|s t|a c|
 Ġ y|Ġ I|e l|Ġ re|u r|Ġ g|o w|Ġ on|i d|Ġy ou|Ġf or""".replace("\n", "").split("|")
 SPECIALS = ["<|start|>", "<|end|>", "<|turn|>", "<|pad|>"]
 CHAT = (
     "{%- for m in messages %}{{ '<|turn|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|turn|>assistant\n' }}"
 )
-THINK = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
+THINK = (
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}"
+)
 
 
 def write_tokenizer(out: Path, kind: str) -> None:
-    """A byte-level BPE tokenizer of KNOWN ids. Llama's starts every text with a start token, Qwen's does not."""
+    """A byte-level BPE tokenizer of KNOWN ids; only Llama's puts a start token before every text."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [tuple(m.split(" ")) for m in MERGES]
     for a, b in merges:
@@ -214,7 +227,9 @@ def write_tokenizer(out: Path, kind: str) -> None:
     if llama:
         start = SPECIALS[0]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, tokenizer.token_to_id(start))]
+            single=f"{start} $A",
+            pair=f"{start} $A $B",
+            special_tokens=[(start, tokenizer.token_to_id(start))],
         )
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     settings = {
@@ -224,13 +239,18 @@ def write_tokenizer(out: Path, kind: str) -> None:
         "pad_token": SPECIALS[3],
         "clean_up_tokenization_spaces": False,
         "model_max_length": 512,
-        "chat_template": ("{{ bos_token }}" if llama else "") + CHAT + ("" if llama else THINK) + "{%- endif %}",
+        "chat_template": ("{{ bos_token }}" if llama else "")
+        + CHAT
+        + ("" if llama else THINK)
+        + "{%- endif %}",
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args()
