@@ -291,7 +291,7 @@ class File:
         if self._factors is not None:
             if kind not in ("none", "linear") or factor not in (0.0, 1.0):
                 raise CheckpointError(
-                    f"{self.name}: tensor 'rope_freqs.weight' with rope.scaling.type {kind!r} is not implemented"
+                    f"{self.name}: tensor 'rope_freqs.weight' with rope scaling {kind!r}: not implemented"
                 )
             return self._llama3(theta, head, original)
         if kind == "none" or factor in (0.0, 1.0):

@@ -180,7 +180,7 @@ class Directory:
             return (
                 f"{self.path / pickles[0]}: refused: it is a Python pickle, and opening a pickle runs "
                 "whatever code its author put in. Convert it where you trust it (in transformers, "
-                "from_pretrained then save_pretrained writes safetensors) or take a revision that has safetensors."
+                "from_pretrained then save_pretrained writes safetensors) or take a safetensors revision."
             )
         if ggufs:
             return f"{self.name}: holds {', '.join(ggufs)}; give the path of the GGUF file itself"
