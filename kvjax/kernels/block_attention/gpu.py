@@ -18,8 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # rows of one warpgroup product
-STAGES = 2  # tiles of k and of v in flight
-PROGRAMS = 132  # multiprocessors of an H100 or H200: splits are added until about this many programs run
+TILE = 64  # slots per step
+STAGES = 2  # tiles of k and of v in flight; shared memory then holds two programs, which hide each other's waits
+PROGRAMS = 2 * 132  # what an H100 or H200 runs at once: slots are split until there are about this many
+SPLIT_TILES = 4  # fewest tiles worth a range of their own (each range writes and re-reads its rows in float32)
 _LOWEST = -1e30  # finite, so that the difference of two of them is 0, not NaN
 _LOG2E = math.log2(math.e)
 
@@ -66,24 +68,23 @@ def block_attention(
         raise NotImplementedError(reason)
     B, K, R, H = q.shape
     S = k.shape[2]
-    tile = 128 if S >= 128 else 64
-    if S < tile:  # a cache this small is cheap to copy; a larger one never is
-        k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, tile - S), (0, 0))) for x in (k, v))
+    if S < TILE:  # a cache this small is cheap to copy; a larger one never is
+        k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, TILE - S), (0, 0))) for x in (k, v))
     blocks = pl.cdiv(R, ROWS)
     pad = blocks * ROWS - R
     if splits is None:
-        splits = max(1, min(pl.cdiv(S, tile) // 2, PROGRAMS // (B * K * blocks)))
+        splits = max(1, min(S // (TILE * SPLIT_TILES), PROGRAMS // (B * K * blocks)))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0)))
     operands = [q, k, v, jnp.minimum(upper, S).astype(jnp.int32)]
     if lower is not None:
-        lower = jnp.pad(lower.astype(jnp.int32), ((0, 0), (0, pad)), mode="edge")
+        lower = jnp.pad(jnp.maximum(lower, 0).astype(jnp.int32), ((0, 0), (0, pad)), mode="edge")
         operands += [jnp.min(lower.reshape(B, blocks, ROWS), axis=2), lower]
 
     tiled = _tiling(q.dtype, H)
     scratch = {
         "q_smem": plgpu.SMEM((ROWS, H), q.dtype, transforms=tiled),
-        "k_smem": plgpu.SMEM((STAGES, tile, H), q.dtype, transforms=tiled),
-        "v_smem": plgpu.SMEM((STAGES, tile, H), q.dtype, transforms=tiled),
+        "k_smem": plgpu.SMEM((STAGES, TILE, H), q.dtype, transforms=tiled),
+        "v_smem": plgpu.SMEM((STAGES, TILE, H), q.dtype, transforms=tiled),
         "out_smem": plgpu.SMEM((ROWS, H), jnp.float32, transforms=_tiling(jnp.float32, H)),
         "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
         "q_ready": plgpu.Barrier(),
@@ -92,8 +93,10 @@ def block_attention(
     }
     if lower is not None:
         scratch |= {"lower_smem": plgpu.SMEM((ROWS,), jnp.int32), "lower_ready": plgpu.Barrier()}
+    if interpret is not None:  # the interpreter has no product with its left operand in registers
+        scratch["weights_smem"] = plgpu.SMEM((ROWS, TILE), q.dtype, transforms=_tiling(q.dtype, TILE))
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, scale=scale * _LOG2E, tile=tile, slots=k.shape[2], splits=splits),
+        functools.partial(_kernel, scale=scale * _LOG2E, slots=k.shape[2], splits=splits),
         out_type=(
             jax.ShapeDtypeStruct((splits, B, K, blocks * ROWS, H), jnp.float32),
             jax.ShapeDtypeStruct((splits, B, K, blocks * ROWS), jnp.float32),
@@ -133,7 +136,6 @@ def _kernel(
     upper_ref,  # [B] int32
     *refs,  # windowed: first [B, blocks] int32, lower [B, blocks * 64]; out [splits, B, K, ...], lse
     scale: float,  # times log2 e: the softmax is computed in powers of two
-    tile: int,
     slots: int,
     splits: int,
     q_smem,
@@ -146,6 +148,7 @@ def _kernel(
     v_ready,
     lower_smem=None,
     lower_ready=None,
+    weights_smem=None,
 ):
     windowed = lower_smem is not None
     first_ref, lower_ref = refs[:2] if windowed else (None, None)
@@ -158,20 +161,20 @@ def _kernel(
 
     upper = upper_ref[batch]
     first = first_ref[batch, block] if windowed else jnp.int32(0)
-    low = lax.div(first, jnp.int32(tile))
-    high = lax.div(upper + (tile - 1), jnp.int32(tile))
+    low = lax.div(first, jnp.int32(TILE))
+    high = lax.div(upper + (TILE - 1), jnp.int32(TILE))
     share = lax.div(jnp.maximum(high - low, 0) + (splits - 1), jnp.int32(splits))
     begin = low + split * share
     steps = jnp.maximum(jnp.minimum(begin + share, high) - begin, 0)
 
     def place(step):
         """Where the tile is read: a tile that would reach over the end of the cache starts earlier."""
-        return jnp.minimum((begin + step) * tile, slots - tile)
+        return jnp.minimum((begin + step) * TILE, slots - TILE)
 
     def fetch(ref, smem, ready, step):
         slot = lax.rem(step, jnp.int32(STAGES))
         plgpu.copy_gmem_to_smem(
-            ref.at[batch, head, pl.ds(place(step), tile)], smem.at[slot], ready.at[slot]
+            ref.at[batch, head, pl.ds(place(step), TILE)], smem.at[slot], ready.at[slot]
         )
 
     plgpu.copy_gmem_to_smem(q_ref.at[batch, head, rows], q_smem, q_ready)
@@ -193,7 +196,7 @@ def _kernel(
         acc, top, total = carry
         stage = lax.rem(n, jnp.int32(STAGES))
         start = place(n)
-        fresh = (begin + n) * tile  # slots before it, if any were read, belong to the previous tile
+        fresh = (begin + n) * TILE  # slots before it, if any were read, belong to the previous tile
 
         plgpu.barrier_wait(k_ready.at[stage])
 
@@ -201,7 +204,7 @@ def _kernel(
             plgpu.wgmma(acc_ref, q_smem, k_smem.at[stage].transpose((1, 0)))
             return acc_ref[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC((ROWS, tile), jnp.float32)) * scale
+        scores = pl.run_scoped(product, plgpu.ACC((ROWS, TILE), jnp.float32)) * scale
 
         @pl.when(n + STAGES < steps)
         def _next_k():
@@ -219,23 +222,30 @@ def _kernel(
         if masked:
             weights = jnp.where(visible, weights, 0.0)
         total = total * keep + weights.sum(axis=1)
-        acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
 
         plgpu.barrier_wait(v_ready.at[stage])
         if masked:
             # Slots no row sees may hold NaN, which a weight of 0 would not silence.
-            @pl.when((start + tile > upper) | (start < first))
+            @pl.when((start + TILE > upper) | (start < first))
             def _clear():
-                row = start + plgpu.broadcasted_iota(jnp.int32, (tile, H), 0, layout=layout)
+                row = start + plgpu.broadcasted_iota(jnp.int32, (TILE, H), 0, layout=layout)
                 seen = (row < upper) & (row >= first)
                 held = plgpu.layout_cast(v_smem[stage], layout)
                 v_smem[stage] = jnp.where(seen, held, jnp.zeros_like(held))
                 plgpu.commit_smem()
 
-        def add(acc_ref):
-            plgpu.wgmma(acc_ref, weights.astype(v_smem.dtype), v_smem.at[stage])
+        left = weights.astype(v_smem.dtype)  # stays in registers
+        if weights_smem is not None:
+            weights_smem[...] = left
+            plgpu.commit_smem()
+            left = weights_smem
 
-        acc = pl.run_state(add)(plgpu.ACC.init(acc))
+        def weigh(part_ref):
+            plgpu.wgmma(part_ref, left, v_smem.at[stage])
+            return part_ref[...]
+
+        acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
+        acc = acc + pl.run_scoped(weigh, plgpu.ACC(acc.shape, jnp.float32))
 
         @pl.when(n + STAGES < steps)
         def _next_v():
@@ -249,7 +259,7 @@ def _kernel(
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout),
     )
     # Only the last tile of the filled part can hold a slot that is not visible, unless there are windows.
-    whole = jnp.int32(0) if windowed else jnp.minimum(steps, lax.div(upper, jnp.int32(tile)) - begin)
+    whole = jnp.int32(0) if windowed else jnp.minimum(steps, lax.div(upper, jnp.int32(TILE)) - begin)
     whole = jnp.maximum(whole, 0)
     carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
     acc, top, total = lax.fori_loop(whole, steps, functools.partial(step, masked=True), carry)

@@ -64,7 +64,7 @@ def block_attention(
         lower = jnp.zeros((B, R), jnp.int32)
     pad = rows * blocks - R
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0)))
-    lower = jnp.pad(lower.astype(jnp.int32), ((0, 0), (0, pad)), mode="edge")
+    lower = jnp.pad(jnp.maximum(lower, 0).astype(jnp.int32), ((0, 0), (0, pad)), mode="edge")
     per_block = lower.reshape(B * blocks, rows)
 
     def kv_index(b, h, i, j, upper_ref, first_ref, last_ref):
@@ -112,7 +112,7 @@ def block_attention(
         cost_estimate=cost(q, k),
         interpret=interpret,
         name="block_attention",
-    )(upper.astype(jnp.int32), jnp.min(per_block, axis=1), jnp.max(per_block, axis=1), *operands)
+    )(jnp.minimum(upper, S).astype(jnp.int32), jnp.min(per_block, axis=1), jnp.max(per_block, axis=1), *operands)
     return out[:, :, :R], lse[:, :, 0, :R]
 
 
