@@ -108,11 +108,10 @@ class ModelConfig:
         for field, hf_name in _SIZES.items():
             _Reader({hf_name: getattr(self, field)}).integer(hf_name)
         _Reader({"rms_norm_eps": self.eps}).number("rms_norm_eps")
-        if self.num_layers > _MAX_LAYERS:
-            raise ConfigError(f"num_hidden_layers: {self.num_layers} is more than {_MAX_LAYERS}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_key_value_heads: {self.num_kv_heads} does not divide num_attention_heads {self.num_heads}"
+                f"num_key_value_heads: {self.num_kv_heads} does not divide "
+                f"num_attention_heads {self.num_heads}"
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: rotary embedding needs an even size, got {self.head_dim}")
@@ -154,7 +153,7 @@ class ModelConfig:
         llama = kind == "llama"
         heads = read.integer("num_attention_heads")
         hidden = read.integer("hidden_size")
-        layers = read.integer("num_hidden_layers")
+        layers = read.integer("num_hidden_layers", limit=_MAX_LAYERS)
         max_positions = read.integer("max_position_embeddings", 2048 if llama else 32768)
         attention_bias = kind != "qwen2" and read.flag("attention_bias", False)
         return cls(
@@ -197,8 +196,8 @@ class ModelConfig:
         }
         if not possible[kind]:
             raise ConfigError(
-                f"model_type: {kind} in transformers has no variant with qkv_bias, o_bias, mlp_bias, qk_norm = "
-                f"{switches}"
+                f"model_type: {kind} in transformers has no variant with "
+                f"(qkv_bias, o_bias, mlp_bias, qk_norm) = {switches}"
             )
         out: dict[str, Any] = {
             "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind] + "ForCausalLM"],
@@ -289,8 +288,7 @@ _HARMLESS = frozenset(
     tie_encoder_decoder finetuning_task task_specific_params tokenizer_class prefix sep_token_id
     decoder_start_token_id max_length min_length do_sample temperature top_k top_p num_beams
     repetition_penalty early_stopping unsloth_version unsloth_fixed _commit_hash
-    _attn_implementation_autoset use_flash_attn is_llama_config rope_interleaved_hint
-    decoder_sparse_step norm_topk_prob router_aux_loss_coef output_router_logits""".split()
+    _attn_implementation_autoset use_flash_attn is_llama_config""".split()
 )
 _READ = frozenset(
     """model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -324,11 +322,13 @@ class _Reader:
             raise ConfigError(f"{self.where}{name}: missing")
         return default
 
-    def integer(self, name: str, default: Any = _REQUIRED) -> int:
-        """A positive integer."""
+    def integer(self, name: str, default: Any = _REQUIRED, limit: int = 2**31 - 1) -> int:
+        """A positive integer, at most `limit`."""
         value = self.value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ConfigError(f"{self.where}{name}: expected a positive integer, got {_show(value)}")
+        if value > limit:
+            raise ConfigError(f"{self.where}{name}: {_show(value)} is more than {limit}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
@@ -362,11 +362,10 @@ def _show(value: Any) -> str:
 
 
 def _neutral(value: Any, allowed: tuple[Any, ...]) -> bool:
-    # An empty list or object switches nothing on; unhashable values must not reach `in` on a set.
+    """Whether `value` is one of `allowed`; an empty list or object switches nothing on either."""
     if isinstance(value, (list, tuple, Mapping)):
         return not value
-    return any(value is a or (type(value) in (int, float) and type(a) is int and value == a) or
-               (isinstance(value, str) and value == a) for a in allowed)  # fmt: skip
+    return any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
 
 
 def _refuse(config: Mapping[str, Any], kind: str) -> None:
@@ -412,7 +411,8 @@ def _head_dim(read: _Reader, kind: str, hidden: int, heads: int) -> int:
         return read.integer("head_dim", value)
     if hidden % heads:
         raise ConfigError(
-            f"hidden_size: {hidden} is not a multiple of num_attention_heads {heads} and head_dim is not given"
+            f"hidden_size: {hidden} is not a multiple of num_attention_heads {heads} "
+            f"and head_dim is not given"
         )
     return hidden // heads
 
@@ -457,10 +457,7 @@ def _windows(read: _Reader, kind: str, layers: int) -> tuple[int | None, ...]:
         first = read.value("max_window_layers", 28)
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise ConfigError(f"max_window_layers: expected an integer, got {_show(first)}")
-        # Built only after num_hidden_layers is known to be sane, by the caller's own check.
-        return tuple(
-            None if window is None or i < first else window for i in range(min(layers, _MAX_LAYERS + 1))
-        )
+        return tuple(None if i < first else window for i in range(layers))
     if window is None and _SLIDING in types:
         raise ConfigError(
             "layer_types: names sliding_attention, but use_sliding_window and sliding_window give no window"
@@ -480,7 +477,7 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     entry = config.get(name) or {}
     if entry and all(v is None or isinstance(v, Mapping) for v in entry.values()):
-        variants = [v for v in entry.values()]
+        variants = list(entry.values())
         if any(v != variants[0] for v in variants) or variants[0] is None:
             raise ConfigError(
                 f"{name}: differs between layer types ({', '.join(map(str, entry))}), not implemented"

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HERE = Path(__file__).parent
 BATCH, LENGTH, NEW = 2, 32, 12
@@ -247,6 +248,48 @@ def write_tokenizer(out: Path, kind: str) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
+# Rotary parameters whose frequencies are kept in rope.json: published ones and the corners of each formula.
+LONG = YARN | {"rope_theta": 1000000.0, "original_max_position_embeddings": 32768, "factor": 4.0}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "default", "rope_theta": 1000000.0},
+    LINEAR,
+    LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192, "factor": 32.0},
+    LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 3.0},
+    LONG,
+    LONG | {"attention_factor": 0.75, "beta_fast": 16.0, "beta_slow": 2.0},
+    LONG | {"mscale": 1.0, "mscale_all_dim": 0.7, "factor": 40.0, "original_max_position_embeddings": 4096},
+    YARN | {"truncate": False},
+    YARN | {"rope_theta": 10.0, "original_max_position_embeddings": 32768},  # a ramp past the last pair
+    YARN | {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},  # a ramp of no width
+]
+
+
+def write_ropes(out: Path) -> None:
+    """rope.json: the frequencies and attention factors of ROPES by transformers' own functions."""
+    rows = []
+    for parameters in ROPES:
+        for head_dim in (32, 80, 128):
+            config = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=131072,
+                rope_parameters=dict(parameters),
+            )
+            module = LlamaRotaryEmbedding(config)
+            rows.append(
+                {
+                    "rope_parameters": parameters,
+                    "head_dim": head_dim,
+                    "attention_factor": float(module.attention_scaling),
+                    "inv_freq": [float(f"{x:.9g}") for x in module.inv_freq.tolist()],
+                }
+            )
+    out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -257,6 +300,8 @@ def main() -> None:
     unknown = set(args.names) - set(MODELS)
     if unknown:
         parser.error(f"unknown golden models: {', '.join(sorted(unknown))}")
+    if not args.names:
+        write_ropes(args.out / "rope.json")
     for name in args.names or MODELS:
         with tempfile.TemporaryDirectory(dir=args.out) as scratch:
             build(name, Path(scratch) / name)
