@@ -1,0 +1,155 @@
+"""Which key a query may see, and the one call that answers it: `attend`.
+
+A call brings T new tokens to a cache of S slots. Attention over [cache | new rows] is computed in two parts,
+each with its log-sum-exp, and merged: the cache part is the `block_attention` kernel (a bound per row, the
+same for every query of it), the part among the new rows is a small dense product under `MaskSpec`.
+Prefill chunks, plain decoding, chain and tree verification and the drafter's block are all this one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import View
+from kvjax.kernels.block_attention import gpu, ref, tpu
+from kvjax.sharding import Rules
+from kvjax.typing import Array, Bool, Float, Int, typed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskSpec:
+    """Who sees whom among the new rows. Every row also sees the valid cache slots inside its window.
+
+    kind: "causal" (a chain: row i sees rows <= i), "block" (every row sees every row) or "tree" (row i sees
+    the rows marked in `ancestors`, itself included). ancestors: [B, T, T] bool, for "tree" only.
+    """
+
+    kind: str = dataclasses.field(default="causal", metadata={"static": True})
+    ancestors: Bool[Array, "B T T"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("causal", "block", "tree"):
+            raise ValueError(f"unknown mask kind {self.kind!r}; known: causal, block, tree")
+        if (self.kind == "tree") != (self.ancestors is not None):
+            raise ValueError("a tree mask, and only a tree mask, has `ancestors`")
+
+    def among_rows(self, pos: Int[Array, "B T"], window: int | None) -> Bool[Array, "B T T"]:
+        """[B, T, T]: may query row i (axis 1) see new row j (axis 2)."""
+        batch, t = pos.shape
+        if self.ancestors is not None:
+            seen = self.ancestors
+        else:
+            order = jnp.arange(t)
+            seen = order[:, None] >= order[None, :] if self.kind == "causal" else jnp.ones((t, t), bool)
+            seen = jnp.broadcast_to(seen, (batch, t, t))
+        if window is not None:
+            seen = seen & (pos[:, :, None] - pos[:, None, :] < window)
+        return seen
+
+    def of_cache(self, pos: Int[Array, "B T"], filled: Int[Array, " B"], size: int, window: int | None) -> Bool[Array, "B T S"]:
+        """[B, T, S]: may query row i see cache slot s. The definition the kernels are tested against."""
+        slot = jnp.arange(size)
+        seen = jnp.broadcast_to(slot < filled[:, None, None], (*pos.shape, size))
+        if window is not None:
+            seen = seen & (pos[:, :, None] - slot < window)
+        return seen
+
+
+class Backend(NamedTuple):
+    """A `block_attention` implementation. `is_supported(q, k, platform=, device_kind=)` is None, or a sentence
+    saying why not."""
+
+    name: str
+    is_supported: Callable[..., str | None]
+    run: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+BACKENDS = (
+    Backend("tpu", tpu.is_supported, tpu.block_attention),
+    Backend("gpu", gpu.is_supported, gpu.block_attention),
+    Backend("xla", ref.is_supported, ref.block_attention),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which backend to use, where. name None: the first of `BACKENDS` that supports the call."""
+
+    platform: str
+    device_kind: str = ""
+    name: str | None = None
+
+    def backend(self, q: Any, k: Any) -> Backend:
+        """The backend for q [B, K, R, H] and k [B, K, S, H] (arrays or their shapes).
+
+        Raises:
+          ValueError: the named backend is unknown or does not support this call, with its reason.
+        """
+        named = [b for b in BACKENDS if self.name in (None, b.name)]
+        if not named:
+            raise ValueError(f"unknown attention backend {self.name!r}; known: {', '.join(b.name for b in BACKENDS)}")
+        for backend in named:
+            reason = backend.is_supported(q, k, platform=self.platform, device_kind=self.device_kind)
+            if reason is None:
+                return backend
+        raise ValueError(f"attention backend {self.name!r} cannot be used: {reason}")
+
+
+@typed
+def attend(
+    q: Float[Array, "B T K G H"], k: Float[Array, "B K T H"], v: Float[Array, "B K T H"], view: View | None,
+    pos: Int[Array, "B T"], mask: MaskSpec, *, window: int | None, choice: Choice, rules: Rules,
+) -> Float[Array, "B T K G H"]:  # fmt: skip
+    """Attention of T new rows over [cache | rows], merged by log-sum-exp.
+
+    Args:
+      q: rotated queries by KV group; k, v: the new rows, in cache layout; view: the layer's cache, or None.
+      pos: absolute positions of the new rows.
+
+    Returns: [B, T, K, G, H] in q's dtype; products accumulate in float32.
+    """
+    heads, row = rules.spec("batch", "kv_heads", None, None), rules.spec("batch", None)
+    queries = rules.spec("batch", None, "kv_heads", None, None)
+    tree = None if mask.ancestors is None else rules.spec("batch", None, None)
+    cache = None if view is None else View(heads, heads, rules.spec("batch"))  # type: ignore[arg-type]
+    local = rules.local(
+        functools.partial(_attend, window=window, choice=choice),
+        (queries, heads, heads, cache, row, MaskSpec(mask.kind, tree) if rules.mesh is not None else None),
+        queries,
+    )
+    return local(q, k, v, view, pos, mask)
+
+
+def _attend(q, k, v, view, pos, mask, *, window, choice):
+    batch, t, kv, groups, width = q.shape
+    scale = width**-0.5
+    folded = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv, t * groups, width)
+
+    seen = mask.among_rows(pos, window)
+    scores = jnp.einsum("bkrh,bkth->bkrt", folded, k, preferred_element_type=jnp.float32) * scale
+    scores = scores.reshape(batch, kv, t, groups, t)
+    scores = jnp.where(seen[:, None, :, None, :], scores, -jnp.inf).reshape(batch, kv, t * groups, t)
+    top = scores.max(-1)  # finite: every row sees itself
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    own = jnp.einsum("bkrt,bkth->bkrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+    if view is not None:
+        lower = None
+        if window is not None:
+            lower = jnp.repeat(jnp.maximum(pos - window + 1, 0), groups, axis=1).astype(jnp.int32)
+        past, lse = choice.backend(folded, view.k).run(folded, view.k, view.v, view.filled, lower, scale=scale)
+        # Merge: weights of the two parts relative to the larger exponent; lse is -inf for an empty cache.
+        high = jnp.maximum(top, lse)
+        a, b = jnp.exp(top - high), jnp.exp(lse - high)
+        out = (own * a[..., None] + past * b[..., None]) / (total * a + b)[..., None]
+    else:
+        out = own / total[..., None]
+    return out.astype(q.dtype).reshape(batch, kv, t, groups, width).transpose(0, 2, 1, 3, 4)

@@ -1,0 +1,163 @@
+"""One dense decoder for Llama 1-3.2, Qwen2/2.5 (qkv bias) and Qwen3 (q/k norm).
+
+Weights keep the published [out, in] layout. q, k and v are fused by KV group: `qkv_proj[k]` holds the rows of
+KV head k's G query heads, then its key rows, then its value rows, so that sharding over `model` keeps whole
+groups together. Flax NNX defines the modules; what crosses a jit boundary is a tuple of leaves
+(`kvjax.models.Model`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvjax.attention import MaskSpec, attend
+from kvjax.cache import KVCache, Rows, View
+from kvjax.config import ModelConfig
+from kvjax.models.layers import Setting, linear, param, rms_norm
+from kvjax.rope import cos_sin, rotate
+
+AXES: dict[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", None),
+    "lm_head": ("vocab", None),
+    "norm": (None,),
+    "input_layernorm": (None,),
+    "post_attention_layernorm": (None,),
+    "qkv_proj": ("kv_heads", None, None),
+    "qkv_bias": ("kv_heads", None),
+    "q_norm": (None,),
+    "k_norm": (None,),
+    "o_proj": (None, "kv_heads", None),
+    "o_bias": (None,),
+    "gate_up_proj": (None, "ffn", None),
+    "gate_up_bias": (None, "ffn"),
+    "down_proj": (None, "ffn"),
+    "down_bias": (None,),
+}
+"""Logical axes of every leaf, by the last part of its name."""
+
+
+class Output(NamedTuple):
+    """logits: [B, T, V] float32 or None; rows: per layer (k, v), each [B, K', T, H];
+    taps: [B, T, len(taps) * D] or None."""
+
+    logits: jax.Array | None
+    rows: Rows
+    taps: jax.Array | None
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, setting: Setting, rngs: nnx.Rngs) -> None:
+        d, h, kv = config.hidden, config.head_dim, setting.rules.kv_heads
+        groups = config.num_heads // kv
+        self.groups, self.eps, self.setting = groups, config.eps, setting
+        self.qkv_proj = param(rngs, (kv, (groups + 2) * h, d), setting)
+        self.qkv_bias = param(rngs, (kv, (groups + 2) * h), setting) if config.qkv_bias else None
+        self.q_norm = param(rngs, (h,), setting, scale=0) if config.qk_norm else None
+        self.k_norm = param(rngs, (h,), setting, scale=0) if config.qk_norm else None
+        self.o_proj = param(rngs, (d, kv, groups * h), setting)
+        self.o_bias = param(rngs, (d,), setting) if config.o_bias else None
+
+    def __call__(self, x, cos, sin, view: View | None, pos, mask: MaskSpec, window: int | None):
+        setting, g = self.setting, self.groups
+        batch, t, _ = x.shape
+        with jax.named_scope("qkv"):
+            qkv = linear(x, self.qkv_proj[...], setting)
+            if self.qkv_bias is not None:
+                qkv = qkv + self.qkv_bias[...]
+            kv, rows = qkv.shape[2], qkv.shape[3]
+            qkv = qkv.reshape(batch, t, kv, g + 2, rows // (g + 2))
+            q, k, v = qkv[:, :, :, :g], qkv[:, :, :, g], qkv[:, :, :, g + 1]
+            if self.q_norm is not None and self.k_norm is not None:
+                q = rms_norm(q, self.q_norm[...], self.eps)
+                k = rms_norm(k, self.k_norm[...], self.eps)
+        with jax.named_scope("rope"):
+            q = rotate(q, cos[:, :, None, None], sin[:, :, None, None])
+            k = rotate(k, cos[:, :, None], sin[:, :, None])
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        with jax.named_scope("attention"):
+            out = attend(q, k, v, view, pos, mask, window=window, choice=setting.attention, rules=setting.rules)
+            out = linear(out.reshape(batch, t, kv, -1), self.o_proj[...], setting, reduced=True)
+        if self.o_bias is not None:
+            out = out + self.o_bias[...]
+        return out, (k, v)
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: ModelConfig, setting: Setting, rngs: nnx.Rngs) -> None:
+        d, f = config.hidden, config.intermediate
+        self.setting = setting
+        self.gate_up_proj = param(rngs, (2, f, d), setting)
+        self.down_proj = param(rngs, (d, f), setting)
+        self.gate_up_bias = param(rngs, (2, f), setting) if config.mlp_bias else None
+        self.down_bias = param(rngs, (d,), setting) if config.mlp_bias else None
+
+    def __call__(self, x):
+        with jax.named_scope("mlp"):
+            both = linear(x, self.gate_up_proj[...], self.setting)
+            if self.gate_up_bias is not None:
+                both = both + self.gate_up_bias[...]
+            out = linear(jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down_proj[...], self.setting, reduced=True)
+        return out if self.down_bias is None else out + self.down_bias[...]
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: ModelConfig, setting: Setting, rngs: nnx.Rngs) -> None:
+        self.eps = config.eps
+        self.input_layernorm = param(rngs, (config.hidden,), setting, scale=0)
+        self.attn = Attention(config, setting, rngs)
+        self.post_attention_layernorm = param(rngs, (config.hidden,), setting, scale=0)
+        self.mlp = MLP(config, setting, rngs)
+
+    def __call__(self, x, cos, sin, view, pos, mask, window):
+        out, rows = self.attn(rms_norm(x, self.input_layernorm[...], self.eps), cos, sin, view, pos, mask, window)
+        x = x + out
+        return x + self.mlp(rms_norm(x, self.post_attention_layernorm[...], self.eps)), rows
+
+
+class Decoder(nnx.Module):
+    """The whole model; `__call__` never writes the cache."""
+
+    def __init__(self, config: ModelConfig, setting: Setting, rngs: nnx.Rngs) -> None:
+        self.config, self.setting = config, setting
+        self.embed = param(rngs, (config.vocab, config.hidden), setting)
+        self.layers = nnx.List([Layer(config, setting, rngs) for _ in range(config.num_layers)])
+        self.norm = param(rngs, (config.hidden,), setting, scale=0)
+        self.lm_head = None if config.tie else param(rngs, (config.vocab, config.hidden), setting)
+
+    def __call__(
+        self, inputs: jax.Array, pos: jax.Array, cache: KVCache | None, mask: MaskSpec, *,
+        taps: tuple[int, ...] = (), logits: bool = True,
+    ) -> Output:  # fmt: skip
+        """T new tokens behind the cache.
+
+        Args:
+          inputs: ids [B, T] int32, or embeddings [B, T, D].
+          pos: [B, T] int32 absolute positions. cache: what precedes them; None for nothing.
+          taps: 0-based layers whose outputs are returned, concatenated in the order given.
+          logits: compute the head (float32) for all T rows.
+        """
+        config, setting = self.config, self.setting
+        if jnp.issubdtype(inputs.dtype, jnp.integer):
+            spec = setting.rules.spec("batch", None, None)
+            x = self.embed[...].at[inputs].get(mode="clip", out_sharding=spec)
+        else:
+            x = inputs.astype(setting.dtype)
+        cos, sin = cos_sin(pos, config.rope, config.head_dim)
+        rows, tapped = [], {}
+        for i, layer in enumerate(self.layers):
+            view = None if cache is None else cache.view(i)
+            x, new = layer(x, cos, sin, view, pos, mask, config.windows[i] if config.windows else None)
+            rows.append(new)
+            if i in taps:
+                tapped[i] = x
+        out = None
+        if logits:
+            with jax.named_scope("head"):
+                head = self.embed if self.lm_head is None else self.lm_head
+                out = linear(rms_norm(x, self.norm[...], config.eps), head[...], setting, dtype=jnp.float32)
+        features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
+        return Output(out, tuple(rows), features)

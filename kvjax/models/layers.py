@@ -1,0 +1,70 @@
+"""The few building blocks every decoder here is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvjax.attention import Choice
+from kvjax.sharding import Rules
+from kvjax.typing import Array, Float
+
+LEFT_OPERAND_ROWS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the layers of one model share: where it runs and how. Static."""
+
+    rules: Rules
+    dtype: str
+    attention: Choice
+
+
+def linear(
+    x: Float[Array, "B T *I"], weight: Float[Array, "*O *I"], setting: Setting, *, reduced: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Float[Array, "B T *O"]:  # fmt: skip
+    """x times a weight stored as published, [out..., in...]; `dtype` is the result's (default x's).
+
+    reduced: the contracted axis is sharded, so the result is summed over `model` (o_proj, down_proj).
+
+    XLA:CPU streams weights at full bandwidth only as the left operand of a product, and folds the obvious
+    spelling back into the slow one; the barrier keeps it apart. It pays while the product is bound by reading
+    the weights, that is for few rows.
+    """
+    inner = x.ndim - 2
+    outer = weight.ndim - inner
+    contract_x, contract_w = tuple(range(2, x.ndim)), tuple(range(outer, weight.ndim))
+    left = setting.attention.platform == "cpu" and x.shape[0] * x.shape[1] <= LEFT_OPERAND_ROWS
+    sharding = None
+    if reduced and setting.rules.mesh is not None:
+        batch = setting.rules.spec("batch")[0]  # type: ignore[index]
+        free = (None,) * outer
+        sharding = jax.P(*free, batch, None) if left else jax.P(batch, None, *free)
+    kind = dtype or x.dtype
+    if not left:
+        dims = ((contract_x, contract_w), ((), ()))
+        return jax.lax.dot_general(x, weight, dims, preferred_element_type=kind, out_sharding=sharding)
+    dims = ((contract_w, contract_x), ((), ()))
+    y = jax.lax.dot_general(weight, x, dims, preferred_element_type=kind, out_sharding=sharding)
+    y = jax.lax.optimization_barrier(y)
+    return jnp.moveaxis(y, (-2, -1), (0, 1))
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+    """Root-mean-square norm in float32, cast back before the scale, as transformers does."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], setting: Setting, *, scale: float = 0.02) -> nnx.Param:
+    """A weight drawn from normal(0, scale); scale 0 gives ones (norms)."""
+    dtype = jnp.dtype(setting.dtype)
+    if scale == 0:
+        return nnx.Param(jnp.ones(shape, dtype))
+    return nnx.Param((scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
