@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kvjax.checkpoints.table import CheckpointError, Info
+from kvjax.checkpoints.table import CheckpointError, Info, empty
 from kvjax.config import ModelConfig
 
 _log = logging.getLogger("kvjax")
@@ -272,7 +272,7 @@ class File:
     def dtype(self) -> str:
         """What to compute in where the caller wants the checkpoint's: quantised files count as bfloat16."""
         kinds = {t.kind for t in self._stored.values() if len(t.shape) > 1}
-        return {("F32",): "float32", ("F16",): "float16"}.get(tuple(kinds), "bfloat16")
+        return "float32" if kinds == {"F32"} else "float16" if kinds == {"F16"} else "bfloat16"
 
     def eos(self) -> tuple[int, ...]:
         """End-of-text, end-of-turn and end-of-message ids of the metadata."""
@@ -293,7 +293,7 @@ class File:
                 raise CheckpointError(
                     f"{self.name}: tensor 'rope_freqs.weight' with rope scaling {kind!r}: not implemented"
                 )
-            return self._llama3(theta, head, original)
+            return self._llama3(self._factors, theta, head, original)
         if kind == "none" or factor in (0.0, 1.0):
             return {"rope_type": "default", "rope_theta": theta}
         out = {"rope_type": kind, "rope_theta": theta, "factor": factor}
@@ -307,18 +307,18 @@ class File:
                 raise CheckpointError(f"{self.name}: metadata '{arch}.rope.{key}' is not implemented")
         return out
 
-    def _llama3(self, theta: float, head: int, original: int | None) -> dict[str, Any]:
+    def _llama3(self, divisors: np.ndarray, theta: float, head: int, original: int | None) -> dict[str, Any]:
         """The llama3 parameters whose frequency divisors are `rope_freqs.weight`.
 
         The file keeps only the divisors. The largest is the factor; the other three are those of every
         published Llama 3.1 and 3.2 model, accepted only if they give back the divisors.
         """
         low, high, original = 1.0, 4.0, original or 8192
-        factor = float(self._factors.max())
+        factor = float(divisors.max())
         wavelength = 2 * math.pi * float(theta) ** (np.arange(0, head, 2) / head)
         smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-        if self._factors.shape != expected.shape or not np.allclose(self._factors, expected, rtol=1e-3):
+        if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
             raise CheckpointError(
                 f"{self.name}: tensor 'rope_freqs.weight' is not the llama3 scaling with low_freq_factor 1, "
                 f"high_freq_factor 4 and original_max_position_embeddings {original}: not implemented"
@@ -380,17 +380,21 @@ def _decimal(value: Any) -> Any:
 def _unpermute(x: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head from (even, odd) pairs, as GGUF keeps Llama's, back to first half, second half."""
     split = x.reshape(heads, -1, 2, *x.shape[1:])
-    return np.ascontiguousarray(np.swapaxes(split, 1, 2)).reshape(x.shape)
+    out = empty((heads, 2, split.shape[1], *x.shape[1:]), x.dtype)
+    out[...] = np.swapaxes(split, 1, 2)
+    return out.reshape(x.shape)
 
 
 def _dequantise(raw: np.ndarray, stored: _Tensor) -> np.ndarray:
     plain = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(stored.kind)
     if plain is not None:
-        return raw.reshape(-1).view(plain).reshape(stored.shape).copy()
+        out = empty(stored.shape, plain)
+        out[...] = raw.reshape(-1).view(plain).reshape(stored.shape)
+        return out
     # The package's own entry point takes 16 rows at a time; cache-sized pieces are 2-4 times faster.
     kind = getattr(_package().quants, stored.kind)
     blocks = raw.reshape(-1, kind.type_size)
-    out = np.empty((len(blocks), kind.block_size), np.float32)
+    out = empty((len(blocks), kind.block_size), np.float32)
     step = _PIECE // kind.block_size
     for i in range(0, len(blocks), step):
         out[i : i + step] = kind.dequantize_blocks(blocks[i : i + step])

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.checkpoints.table import DTYPES, CheckpointError, Info
+from kvjax.checkpoints.table import DTYPES, CheckpointError, Info, empty
 
 # safetensors' dtype names: bytes per element, and our name for those that weights may have.
 _SIZES = {
@@ -189,12 +189,13 @@ class Directory:
     def read(self, name: str) -> np.ndarray:
         """The tensor `name` as an array of its own dtype that the caller owns."""
         path, entry = self._at[name]
-        dtype = DTYPES[_FLOATS[entry.dtype]]
-        try:
-            flat = np.fromfile(path, dtype, math.prod(entry.shape), offset=entry.begin)
-            return flat.reshape(entry.shape)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: tensor {name!r}: {error}") from None
+        out = empty(entry.shape, DTYPES[_FLOATS[entry.dtype]])
+        with path.open("rb") as f:
+            f.seek(entry.begin)
+            got = f.readinto(out.reshape(-1).view(np.uint8).data)
+        if got != out.nbytes:
+            raise CheckpointError(f"{path}: tensor {name!r}: {got} of {out.nbytes} bytes left: truncated")
+        return out
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Published checkpoints in and out: readers, the table that maps their tensors, named models."""
