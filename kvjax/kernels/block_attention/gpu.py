@@ -19,21 +19,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # rows of one warpgroup product
 TILE = 64  # slots per step
-STAGES = 2  # tiles of k and of v in flight; shared memory then holds two programs, which hide each other's waits
+# Tiles of k and of v in flight. Shared memory then holds two programs, which hide each other's waits.
+STAGES = 2
 PROGRAMS = 2 * 132  # what an H100 or H200 runs at once: slots are split until there are about this many
-SPLIT_TILES = 4  # fewest tiles worth a range of their own (each range writes and re-reads its rows in float32)
+# Fewest tiles worth a range of their own: each range writes its rows in float32, and they are read again.
+SPLIT_TILES = 4
 _LOWEST = -1e30  # finite, so that the difference of two of them is 0, not NaN
 _LOG2E = math.log2(math.e)
 
 
 def is_supported(
-    q: jax.ShapeDtypeStruct | jax.Array, k: jax.ShapeDtypeStruct | jax.Array, *, platform: str, device_kind: str = ""
+    q: jax.ShapeDtypeStruct | jax.Array,
+    k: jax.ShapeDtypeStruct | jax.Array,
+    *,
+    platform: str,
+    device_kind: str = "",
 ) -> str | None:
     """Returns None if the kernel takes these arrays on this device, else the reason as a sentence."""
     if platform != "gpu":
         return f"the GPU kernel runs on NVIDIA GPUs, and the device is a {platform}"
     if not any(name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200")):
-        return f"the GPU kernel uses Hopper's warpgroup products, and the device is a {device_kind or 'GPU of unknown kind'}"
+        return (
+            f"the GPU kernel needs Hopper's warpgroup products, and the device is {device_kind or 'unknown'}"
+        )
     return _shape_reason(q, k)
 
 
@@ -44,6 +52,8 @@ def _shape_reason(q: jax.ShapeDtypeStruct | jax.Array, k: jax.ShapeDtypeStruct |
         return f"the GPU kernel needs q and k of one dtype, got {q.dtype} and {k.dtype}"
     if q.shape[-1] > 128 or q.shape[-1] % 16:
         return f"the GPU kernel takes head dimensions up to 128 in steps of 16, not {q.shape[-1]}"
+    if k.shape[2] > TILE and k.shape[2] % 8:
+        return f"the GPU kernel takes caches of a multiple of 8 slots, not {k.shape[2]}"
     return None
 
 
@@ -173,9 +183,7 @@ def _kernel(
 
     def fetch(ref, smem, ready, step):
         slot = lax.rem(step, jnp.int32(STAGES))
-        plgpu.copy_gmem_to_smem(
-            ref.at[batch, head, pl.ds(place(step), TILE)], smem.at[slot], ready.at[slot]
-        )
+        plgpu.copy_gmem_to_smem(ref.at[batch, head, pl.ds(place(step), TILE)], smem.at[slot], ready.at[slot])
 
     plgpu.copy_gmem_to_smem(q_ref.at[batch, head, rows], q_smem, q_ready)
     if windowed:
@@ -183,9 +191,9 @@ def _kernel(
     for stage in range(STAGES):
 
         @pl.when(stage < steps)
-        def _fill(stage=jnp.int32(stage)):
-            fetch(k_ref, k_smem, k_ready, stage)
-            fetch(v_ref, v_smem, v_ready, stage)
+        def _fill(step=stage):
+            fetch(k_ref, k_smem, k_ready, jnp.int32(step))
+            fetch(v_ref, v_smem, v_ready, jnp.int32(step))
 
     plgpu.barrier_wait(q_ready)
     if windowed:

@@ -11,7 +11,11 @@ import jax.numpy as jnp
 
 
 def is_supported(
-    q: jax.ShapeDtypeStruct | jax.Array, k: jax.ShapeDtypeStruct | jax.Array, *, platform: str, device_kind: str = ""
+    q: jax.ShapeDtypeStruct | jax.Array,
+    k: jax.ShapeDtypeStruct | jax.Array,
+    *,
+    platform: str,
+    device_kind: str = "",
 ) -> str | None:
     """XLA runs everywhere: always None (= supported)."""
     return None

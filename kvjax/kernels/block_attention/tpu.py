@@ -9,6 +9,7 @@ Per row block the running maximum, sum and weighted values stay in VMEM (online 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,11 @@ _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: the difference of 
 
 
 def is_supported(
-    q: jax.ShapeDtypeStruct | jax.Array, k: jax.ShapeDtypeStruct | jax.Array, *, platform: str, device_kind: str = ""
+    q: jax.ShapeDtypeStruct | jax.Array,
+    k: jax.ShapeDtypeStruct | jax.Array,
+    *,
+    platform: str,
+    device_kind: str = "",
 ) -> str | None:
     """Returns None if the kernel takes these arrays on this device, else the reason as a sentence."""
     if platform != "tpu":
@@ -112,7 +117,12 @@ def block_attention(
         cost_estimate=cost(q, k),
         interpret=interpret,
         name="block_attention",
-    )(jnp.minimum(upper, S).astype(jnp.int32), jnp.min(per_block, axis=1), jnp.max(per_block, axis=1), *operands)
+    )(
+        jnp.minimum(upper, S).astype(jnp.int32),
+        jnp.min(per_block, axis=1),
+        jnp.max(per_block, axis=1),
+        *operands,
+    )
     return out[:, :, :R], lse[:, :, 0, :R]
 
 
@@ -154,7 +164,7 @@ def _kernel(
     q_ref,  # [1, 1, rows, H]
     k_ref,  # [1, 1, tile, H]
     v_ref,  # [1, 1, tile, H]
-    *refs,  # windowed: lower [1, rows, 1]; out [1, 1, rows, H], lse [1, 1, 1, rows]; top, total, acc
+    *refs: Any,  # windowed: lower [1, rows, 1]; out [1, 1, rows, H], lse [1, 1, 1, rows]; top, total, acc
     scale: float,
     tile: int,
     blocks: int,
@@ -186,7 +196,7 @@ def _kernel(
         if masked:
             slot = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             visible = slot < upper
-            if windowed:
+            if lower_ref is not None:
                 visible = visible & (slot >= lower_ref[0])
             scores = jnp.where(visible, scores, _LOWEST)
             # Slots no row sees may hold NaN, which a weight of 0 would not silence.

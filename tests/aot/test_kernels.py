@@ -1,0 +1,109 @@
+"""Every kernel through the real TPU and GPU compilers, at the geometries it will meet; nothing runs here."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kvjax import topology
+from kvjax.kernels.block_attention import block_attention, supported
+
+pytestmark = pytest.mark.aot
+
+TPUS = ("v5e-8", "v5p-16", "v6e-8")
+CALL = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}  # how a kernel of ours shows in the compiled program
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+
+
+def structs(mesh, B, K, R, S, H, dtype, windowed, spec=None):
+    """Arguments (q, k, v, upper[, lower]); `spec` shards q, k and v, its first entry the bounds."""
+    spec = spec or P()
+    rows = P(*spec[:1])
+    shapes = [((B, K, R, H), dtype, spec), ((B, K, S, H), dtype, spec), ((B, K, S, H), dtype, spec)]
+    shapes += [((B,), jnp.int32, rows)] + [((B, R), jnp.int32, rows)] * windowed
+    return [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p)) for s, d, p in shapes]
+
+
+def compile_for(target, mesh, arguments, run=None):
+    """Compiles one call; the kernel must be in it, exactly once, and the cache must not be copied."""
+    platform = topology.target(target).platform
+    run = run or (lambda *a: block_attention(*a, scale=0.1, backend=platform))
+    compiled = jax.jit(run).lower(*arguments).compile()
+    text = compiled.as_text()
+    assert len(re.findall(rf'custom_call_target="{CALL[platform]}\w*"', text)) == 1
+    k = arguments[1]
+    here = math.prod(k.sharding.shard_shape(k.shape)) * k.dtype.itemsize
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes >= 2 * here
+    assert memory.temp_size_in_bytes < max(here, 32 << 20), "temporaries as large as the cache"
+    return text
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["full", "windowed"])
+@pytest.mark.parametrize("R", [4, 32, 64, 1024], ids=["W1", "W8", "W16", "chunk256"])
+@pytest.mark.parametrize("K", [1, 2, 8])
+@pytest.mark.parametrize("target", [*TPUS, "h100"])
+def test_qwen3_8b(mesh_for, target: str, K: int, R: int, windowed: bool):
+    """Qwen3-8B (G 4, H 128) with all, a quarter or an eighth of its KV heads on the device, 32K slots."""
+    mesh = mesh_for(target)
+    compile_for(target, mesh, structs(mesh, 1, K, R, 32768, 128, jnp.bfloat16, windowed))
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "R", "S", "H", "dtype"),
+    [
+        (1, 1, 8192, 32768, 128, "bfloat16"),  # a 2,048-row chunk
+        (16, 1, 64, 8192, 128, "bfloat16"),
+        (1, 3, 3, 2000, 64, "bfloat16"),
+        (2, 2, 7, 100, 32, "bfloat16"),
+        (1, 2, 65, 40, 80, "bfloat16"),
+        (1, 2, 24, 1000, 96, "bfloat16"),
+        (1, 2, 512, 2000, 128, "float32"),
+        (1, 3, 3, 300, 64, "float32"),
+    ],
+)
+@pytest.mark.parametrize("target", [*TPUS, "h100"])
+def test_other_shapes(mesh_for, target: str, B, K, R, S, H, dtype):
+    """Long chunks, small heads, rows and slots that fill no tile; float32 on TPU."""
+    mesh = mesh_for(target)
+    arguments = structs(mesh, B, K, R, S, H, jnp.dtype(dtype), True)
+    if target == "h100" and (dtype == "float32" or S == 100):
+        reason = "not float32" if dtype == "float32" else "multiple of 8 slots, not 100"
+        assert reason in supported(*arguments[:2])["gpu"]
+        return
+    compile_for(target, mesh, arguments)
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["full", "windowed"])
+@pytest.mark.parametrize("target", [*TPUS, "h100-8"])
+def test_sharded(mesh_for, target: str, windowed: bool):
+    """Under `jax.shard_map` on a (2, 4) mesh: the backend is chosen for the mesh, and devices do not talk."""
+    mesh = mesh_for(target, data=2, model=4)
+    spec = P("data", "model")
+    arguments = structs(mesh, 4, 8, 64, 32768, 128, jnp.bfloat16, windowed, spec)
+    chosen = next(name for name, reason in supported(*arguments[:2]).items() if reason is None)
+    assert chosen == topology.target(target).platform
+
+    specs = (spec, spec, spec, P("data")) + (P("data"),) * windowed
+    run = jax.shard_map(lambda *a: block_attention(*a, scale=0.1), in_specs=specs, out_specs=(spec, spec))
+    text = compile_for(target, mesh, arguments, run)
+    assert not [name for name in COLLECTIVES if name in text]
+
+
+def test_unknown_target_is_named():
+    with pytest.raises(topology.TopologyError, match="unknown target 'v9'; known targets: h100, h100-8"):
+        topology.devices("v9")
+
+
+@pytest.mark.parametrize("name", sorted(topology.TARGETS))
+def test_every_target_has_its_devices(mesh_for, name: str):
+    target = topology.target(name)
+    mesh = mesh_for(name, model=target.devices)
+    assert mesh.devices.size == target.devices
+    assert {device.platform for device in mesh.devices.flat} == {target.platform}
