@@ -1,0 +1,50 @@
+"""kvjax: move a prompt's KV cache between models, and decode exactly by drafted blocks, in JAX.
+
+Public names are imported on first use, so that `import kvjax` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax.checkpoints.export import save_hf
+    from kvjax.checkpoints.load import load
+    from kvjax.checkpoints.pull import pull
+    from kvjax.compilation import compile_cache
+    from kvjax.decode.model import DraftModel
+    from kvjax.decode.ngram import Ngram
+    from kvjax.decode.sources import Junk, Oracle, Plain
+    from kvjax.lm import LM
+    from kvjax.models import Model, build
+    from kvjax.sharding import make_mesh
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LM": "kvjax.lm",
+    "Model": "kvjax.models",
+    "build": "kvjax.models",
+    "load": "kvjax.checkpoints.load",
+    "pull": "kvjax.checkpoints.pull",
+    "save_hf": "kvjax.checkpoints.export",
+    "compile_cache": "kvjax.compilation",
+    "make_mesh": "kvjax.sharding",
+    "DraftModel": "kvjax.decode.model",
+    "Ngram": "kvjax.decode.ngram",
+    "Junk": "kvjax.decode.sources",
+    "Oracle": "kvjax.decode.sources",
+    "Plain": "kvjax.decode.sources",
+}
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from kvjax.attention import MaskSpec
 from kvjax.cache import commit
-from kvjax.decode.sampler import Sampling, SamplerProgram, log_probability, sample
+from kvjax.decode.sampler import SamplerProgram, Sampling, log_probability, sample
 from kvjax.decode.sources import Stateless
 from kvjax.decode.state import Commit, DecodeState, DraftSource, View
 from kvjax.decode.verify import verify

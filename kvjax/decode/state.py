@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from kvjax.cache import KVCache
-from kvjax.decode.sampler import Sampling, SamplerProgram
+from kvjax.decode.sampler import SamplerProgram, Sampling
 
 
 @jax.tree_util.register_dataclass

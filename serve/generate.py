@@ -1,0 +1,232 @@
+"""`serve.generate` and `serve.stream`: the same compiled rounds, whole or as they are committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.compilation import CompileCounter
+from kvjax.decode import loop
+from kvjax.decode.model import DraftModel
+from kvjax.decode.sources import Plain
+from kvjax.decode.state import DecodeState, DraftSource
+from kvjax.lm import LM
+from serve.requests import Batch, prepare
+from serve.text import TextRow
+
+STOP_CHECK = 8  # rounds between looks at the text for stop strings
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One answer. `tokens` includes a final stop id, `text` excludes stop strings and special tokens.
+
+    finish_reason: "stop" (a stop id or string) or "length" (max_new_tokens). rounds: target forwards the row took
+    part in; accepted: emitted tokens that were drafts. logprobs: raw log p of each token, if asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: str
+    rounds: int
+    accepted: int
+    logprobs: tuple[float, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Answers in prompt order, and what they cost.
+
+    timings: seconds of prepare, prefill (all chunks), decode and total. compiles: backend compilations during the
+    call; cache_hits: programs read from the persistent cache instead. program: the shape identity is promised in.
+    """
+
+    generations: tuple[Generation, ...]
+    timings: dict[str, float]
+    compiles: int
+    cache_hits: int
+    program: dict[str, Any]
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self.generations)
+
+    def __len__(self) -> int:
+        return len(self.generations)
+
+    def __getitem__(self, i: int) -> Generation:
+        return self.generations[i]
+
+    @property
+    def text(self) -> str:
+        """The text of a single answer."""
+        if len(self.generations) != 1:
+            raise ValueError(f"{len(self.generations)} answers; use .generations")
+        return self.generations[0].text
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Newly committed tokens of one prompt. The last event of a prompt has its `finish_reason` and `generation`."""
+
+    index: int
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    generation: Generation | None = None
+
+
+def generate(
+    lm: LM, prompts: Any, *, max_new_tokens: Any = 128, temperature: Any = 0.0, top_k: Any = 0, top_p: Any = 1.0,
+    min_p: Any = 0.0, seed: Any = 0, stop: Any = (), stop_ids: Sequence[int] | None = None, logprobs: Any = False,
+    thinking: bool | None = None, draft: DraftSource | LM | None = None, draft_params: Any = (), width: int | None = None,
+    size: int | None = None, chunk: int | None = None,
+) -> Result:  # fmt: skip
+    """Answer a batch of prompts of any lengths.
+
+    Args:
+      prompts: texts (encoded as they are), lists of chat messages, or lists of token ids; one or several.
+      max_new_tokens, temperature, top_k, top_p, min_p, seed, logprobs: one value, or one per prompt. Temperature 0
+        is greedy; greedy and sampled rows share one program. The seed and the position fix the noise.
+      stop: strings, or one list of strings per prompt. stop_ids: default the model's end-of-sequence ids.
+      thinking: the chat template's thinking switch, for templates that have one.
+      draft: None (plain decoding), a draft source (`kvjax.Ngram(width=8)`), or a smaller model of the same vocabulary,
+        which then drafts `width - 1` tokens a round.
+      size: cache slots per row; default the next power of two. chunk: prompt tokens per prefill call.
+
+    Raises:
+      ValueError, kvjax.cache.CacheFull: a parameter or prompt that cannot be served, named.
+    """
+    run = _Run(lm, prompts, draft, draft_params, width, dict(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        stop=stop, stop_ids=stop_ids, logprobs=logprobs, thinking=thinking, size=size, chunk=chunk,
+    ))  # fmt: skip
+    every = STOP_CHECK if any(run.batch.stop) else 2**31 - 1
+    for _ in run.events(every):
+        pass
+    return run.result()
+
+
+def stream(
+    lm: LM, prompts: Any, *, every: int = 1, max_new_tokens: Any = 128, temperature: Any = 0.0, top_k: Any = 0,
+    top_p: Any = 1.0, min_p: Any = 0.0, seed: Any = 0, stop: Any = (), stop_ids: Sequence[int] | None = None,
+    logprobs: Any = False, thinking: bool | None = None, draft: DraftSource | LM | None = None, draft_params: Any = (),
+    width: int | None = None, size: int | None = None, chunk: int | None = None,
+) -> Iterator[Event]:  # fmt: skip
+    """As `generate`, token-identical, yielding events after every `every` rounds."""
+    if every < 1:
+        raise ValueError(f"every must be at least 1 round, got {every}")
+    run = _Run(lm, prompts, draft, draft_params, width, dict(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        stop=stop, stop_ids=stop_ids, logprobs=logprobs, thinking=thinking, size=size, chunk=chunk,
+    ))  # fmt: skip
+    return run.events(every)
+
+
+class _Run:
+    """One batch on its way through the three programs."""
+
+    def __init__(self, lm: LM, prompts: Any, draft: Any, draft_params: Any, width: int | None, options: dict) -> None:
+        began = time.perf_counter()
+        self.lm = lm
+        self.source, self.draft_params = _source(lm, draft, draft_params, width)
+        self.batch: Batch = prepare(lm, prompts, width=self.source.width, **options)
+        self.rows = [TextRow(lm.tokenizer, stop) for stop in self.batch.stop]
+        self.finished: dict[int, Generation] = {}
+        self.timings = {"prepare": time.perf_counter() - began, "prefill": 0.0, "decode": 0.0}
+        self.counter = CompileCounter()
+
+    def events(self, every: int) -> Iterator[Event]:
+        lm, source, batch = self.lm, self.source, self.batch
+        model, params, drafting = lm.model, lm.params, self.draft_params
+        sent = [0] * batch.count
+        cut = np.full(len(batch.length), -1, np.int32)
+        key = np.zeros(2, np.uint32)
+        with self.counter, model.rules.context():
+            began = time.perf_counter()
+            state = loop.start(model, source, batch.program, drafting, batch.tokens, batch.length, batch.idle)
+            for i in range(-(-(int(batch.length.max()) - 1) // batch.chunk)):
+                state = loop.prefill(model, source, batch.chunk, params, drafting, state, np.int32(i))
+            jax.block_until_ready(state)
+            self.timings["prefill"] = time.perf_counter() - began
+            while len(self.finished) < batch.count:
+                began = time.perf_counter()
+                state = loop.rounds(
+                    model, source, batch.program, params, drafting, state, batch.sampling, key, np.int32(every), cut
+                )
+                seen = _host(state, batch.program.logprobs)
+                self.timings["decode"] += time.perf_counter() - began
+                for b in range(batch.count):
+                    if b not in self.finished and (event := self._advance(b, seen, sent, cut)):
+                        yield event
+        self.timings["total"] = sum(self.timings.values())
+
+    def _advance(self, b: int, seen: dict[str, Any], sent: list[int], cut: np.ndarray) -> Event | None:
+        """Take up row b's new tokens: look for stop strings, release text, finish the row if it is done."""
+        first, row = int(self.batch.length[b]), self.rows[b]
+        tokens = [int(t) for t in seen["tokens"][b, first : seen["length"][b]]]
+        stopped = row.find_stop(tokens)
+        if stopped is not None:
+            tokens = tokens[:stopped]
+            cut[b] = first + stopped
+        final = bool(seen["done"][b]) or stopped is not None
+        text = row.extend(tokens, final=final, stopped=stopped is not None)
+        new = tuple(tokens[sent[b] :])
+        sent[b] = len(tokens)
+        if not final:
+            return Event(b, new, text) if new else None
+        stop_ids = set(np.asarray(self.batch.sampling.stop_ids)[b].tolist()) - {-1}
+        reason = "stop" if stopped is not None or (tokens and tokens[-1] in stop_ids) else "length"
+        scores = None
+        if self.batch.logprobs[b]:
+            scores = tuple(float(x) for x in seen["logprobs"][b, first : first + len(tokens)])
+        done = Generation(row.text, tuple(tokens), first, reason, int(seen["rounds"][b]), int(seen["accepted"][b]), scores)
+        self.finished[b] = done
+        return Event(b, new, text, reason, done)
+
+    def result(self) -> Result:
+        batch, counter = self.batch, self.counter
+        program = {
+            "batch": len(batch.length), "size": batch.tokens.shape[1], "width": self.source.width, "chunk": batch.chunk,
+            "dtype": self.lm.model.setting.dtype, "source": type(self.source).__name__,
+            "mesh": None if self.lm.model.rules.mesh is None else dict(self.lm.model.rules.mesh.shape),
+        }  # fmt: skip
+        answers = tuple(self.finished[b] for b in range(batch.count))
+        return Result(answers, self.timings, counter.compiles, counter.hits, program)
+
+
+def _source(lm: LM, draft: Any, draft_params: Any, width: int | None) -> tuple[DraftSource, Any]:
+    """The draft source and its params."""
+    if isinstance(draft, LM):
+        if draft.config.vocab != lm.config.vocab:
+            raise ValueError(
+                f"draft model {draft.id} has a vocabulary of {draft.config.vocab}, {lm.id} one of {lm.config.vocab}"
+            )
+        if lm.tokenizer is not None and draft.tokenizer is not None and lm.tokenizer.hash != draft.tokenizer.hash:
+            raise ValueError(f"draft model {draft.id} and {lm.id} have different tokenizers")
+        return DraftModel(draft.model, 4 if width is None else width), draft.params
+    if draft is None:
+        if width not in (None, 1):
+            raise ValueError(f"width {width} needs a draft source: plain decoding has width 1")
+        return Plain(), ()
+    if width not in (None, draft.width):
+        raise ValueError(f"width {width} contradicts the draft source's own width, {draft.width}")
+    return draft, draft_params
+
+
+def _host(state: DecodeState, logprobs: bool) -> dict[str, Any]:
+    """The parts of a state the host looks at, as numpy arrays (on every process of a multi-process mesh)."""
+    parts = {"tokens": state.tokens, "length": state.length, "done": state.done, "rounds": state.rounds,
+             "accepted": state.accepted}  # fmt: skip
+    if logprobs:
+        parts["logprobs"] = state.logprobs  # type: ignore[assignment]
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import process_allgather
+
+        return {k: np.asarray(process_allgather(v, tiled=True)) for k, v in parts.items()}
+    return {k: np.asarray(v) for k, v in parts.items()}
