@@ -232,15 +232,16 @@ def download(repo: str, revision: str | None = None) -> tuple[Path, str | None]:
     Raises:
       CheckpointError: not found, no access, or offline and not cached.
     """
-    import huggingface_hub
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         path = Path(
-            huggingface_hub.snapshot_download(
+            snapshot_download(
                 repo, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
             )
         )
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except (OSError, ValueError, HfHubHTTPError) as error:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(f"{repo}{at}: cannot be fetched from the hub: {_short(error)}") from error
     if not any(path.glob("*.safetensors")):

