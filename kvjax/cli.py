@@ -11,16 +11,20 @@ import dataclasses
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvjax import __version__
+
 if TYPE_CHECKING:
     from kvjax.lm import LM
 
-DTYPES = ("float32", "bfloat16", "float16")
+log = logging.getLogger("kvjax")
+DTYPES = ("float32", "bfloat16")
 
 
 class Commands(click.Group):
@@ -34,7 +38,6 @@ class Commands(click.Group):
         except Exception as error:
             if ctx.params.get("debug") or not expected(error):
                 raise
-            # A KeyError's text is the key's repr; the others read as they were written.
             click.echo(f"kvjax: error: {error or type(error).__name__}", err=True)
             ctx.exit(2)
 
@@ -47,6 +50,13 @@ def expected(error: Exception) -> bool:
     """
     ours = type(error).__module__.partition(".")[0] in ("kvjax", "serve", "train")
     return ours or isinstance(error, (ValueError, OSError, ImportError))
+
+
+class Notes(logging.Handler):
+    """Log records as lines on stderr, wherever that points when they come."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"kvjax: {record.getMessage()}", err=True)
 
 
 class MeshShape(click.ParamType):
@@ -80,13 +90,185 @@ def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.version_option(package_name="kvjax", message="%(prog)s %(version)s")
+@click.version_option(__version__, message="kvjax %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what is done while loading.")
-def main(debug: bool, verbose: bool) -> None:
-    """Run Llama and Qwen checkpoints, draft blocks of tokens and verify them exactly.
+@click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
+def main(debug: bool, quiet: bool) -> None:
+    """Run Llama and Qwen checkpoints; draft blocks of tokens and verify them exactly.
 
-    MODEL is a named model (see `kvjax pull`), a Hugging Face directory, a hub id or a GGUF file.
+    MODEL is a named model (`kvjax pull --list`), a Hugging Face directory, a hub id or a GGUF file.
     """
-    logging.basicConfig(stream=sys.stderr, format="kvjax: %(message)s")
-    logging.getLogger("kvjax").setLevel(logging.INFO if verbose else logging.WARNING)
+    if not any(isinstance(handler, Notes) for handler in log.handlers):
+        log.addHandler(Notes())
+    log.setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("--list", "show", is_flag=True, help="Show the named models instead.")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where models are kept. [default: ~/.cache/kvjax/models]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def pull(name: str | None, show: bool, directory: Path | None, as_json: bool) -> None:
+    """Fetch the named model NAME, check its bytes, and print where it is."""
+    from kvjax.checkpoints.pull import pull, registry
+
+    if show == (name is not None):
+        raise click.UsageError("give the NAME of a model, or --list")
+    if name is not None:
+        path = str(pull(name, directory))
+        click.echo(json.dumps({"name": name, "path": path}) if as_json else path)
+        return
+    entries = list(registry().values())
+    sizes = [sum(file.size for file in entry.files) for entry in entries]
+    if as_json:
+        fields = ("name", "about", "licence")
+        models = [{f: getattr(e, f) for f in fields} | {"bytes": size} for e, size in zip(entries, sizes)]
+        click.echo(json.dumps({"models": models}))
+        return
+    for entry, size in zip(entries, sizes):
+        click.echo(f"{entry.name:20} {size / 1e6:7.1f} MB  {entry.licence:12} {entry.about}")
+
+
+@main.command()
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option("-n", "--max-new-tokens", default=128, help="Tokens to generate at most.")
+@click.option("-t", "--temperature", default=0.0, help="0 is greedy.")
+@click.option("--top-k", default=0, help="Sample among the K likeliest; 0 is all.")
+@click.option("--top-p", default=1.0, help="Sample among the likeliest that hold this probability.")
+@click.option("--min-p", default=0.0, help="Drop tokens below this share of the likeliest one's probability.")
+@click.option("--seed", default=0, help="Fixes what is drawn, whatever the drafts.")
+@click.option("--stop", multiple=True, help="End before this text. May be given several times.")
+@click.option(
+    "--chat/--no-chat",
+    default=None,
+    help="Wrap the prompt in the chat template, or give it as it is. "
+    "[default: wrap it if the tokenizer has a template]",
+)
+@click.option("--thinking/--no-thinking", default=None, help="For chat templates that have this switch.")
+@click.option(
+    "--draft",
+    default="none",
+    help="Where drafts come from: none, ngram (the text so far), or a smaller "
+    "MODEL of the same vocabulary. Each token is verified.",
+)
+@click.option(
+    "--width", type=int, help="Rows the target model verifies at once. [default: 8 for ngram, 4 for a model]"
+)
+@click.option("--stream/--no-stream", default=None, help="Print text as it is made. [default: on a terminal]")
+@click.option("--logprobs", is_flag=True, help="With --json: the log-probability of each token.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@loading_options
+def generate(
+    model: str,
+    prompt: str | None,
+    chat: bool | None,
+    thinking: bool | None,
+    draft: str,
+    width: int | None,
+    stream: bool | None,
+    as_json: bool,
+    dtype: str | None,
+    mesh: tuple[int, int] | None,
+    revision: str | None,
+    compile_cache: Path | None,
+    no_compile_cache: bool,
+    **sampling: Any,
+) -> None:
+    """Answer PROMPT, or what stands on stdin, with MODEL."""
+    if prompt is None or prompt == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise click.UsageError("give a PROMPT, or pipe one into stdin")
+        prompt = sys.stdin.read().removesuffix("\n")
+    if as_json and stream:
+        raise click.UsageError("--json prints one object at the end; it does not go with --stream")
+    if sampling["logprobs"] and not as_json:
+        raise click.UsageError("--logprobs needs --json")
+    keep_programs(compile_cache, no_compile_cache)
+
+    import serve
+
+    lm = load_model(model, dtype=dtype, mesh=mesh, revision=revision)
+    if chat is None:
+        chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
+        log.info(
+            "prompt %s", "wrapped in the chat template (--no-chat: as it is)" if chat else "given as it is"
+        )
+    request = [[{"role": "user", "content": prompt}] if chat else prompt]
+    source, width = draft_source(draft, width, dtype, mesh)
+    options = {**sampling, "thinking": thinking, "draft": source, "width": width}
+
+    if stream is None:
+        stream = not as_json and sys.stdout.isatty()
+    if stream:
+        began = time.perf_counter()
+        for event in serve.stream(lm, request, **options):
+            click.echo(event.text, nl=False)
+            answer = event.generation
+        click.echo()
+        note(answer, time.perf_counter() - began)
+        return
+    result = serve.generate(lm, request, **options)
+    answer = result.generations[0]
+    if not as_json:
+        click.echo(answer.text)
+        note(
+            answer,
+            result.timings["total"],
+            f", {result.compiles} programs compiled, {result.cache_hits} from the cache",
+        )
+        return
+    report = {"model": lm.id, "revision": lm.revision, "chat": chat, **dataclasses.asdict(answer)}
+    report |= {name: getattr(result, name) for name in ("timings", "compiles", "cache_hits", "program")}
+    click.echo(json.dumps(report))
+
+
+def keep_programs(directory: Path | None, disabled: bool) -> None:
+    """Turn JAX's persistent compilation cache on, or off when asked to."""
+    if disabled and directory is not None:
+        raise click.UsageError("--compile-cache and --no-compile-cache contradict each other")
+    import jax
+
+    from kvjax.compilation import compile_cache
+
+    if disabled:
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        compile_cache(directory)
+
+
+def load_model(
+    source: str, *, dtype: str | None, mesh: tuple[int, int] | None, revision: str | None = None
+) -> LM:
+    """A loaded model, laid out on a mesh of the given shape."""
+    from kvjax.checkpoints.load import load
+    from kvjax.sharding import make_mesh
+
+    return load(source, dtype=dtype, mesh=None if mesh is None else make_mesh(*mesh), revision=revision)
+
+
+def draft_source(
+    draft: str, width: int | None, dtype: str | None, mesh: tuple[int, int] | None
+) -> tuple[Any, int | None]:
+    """What `serve.generate` takes as `draft` and `width`."""
+    if draft == "none":
+        return None, width
+    if draft == "ngram":
+        from kvjax.decode.ngram import Ngram
+
+        return Ngram(width=8 if width is None else width), None
+    return load_model(draft, dtype=dtype, mesh=mesh), width
+
+
+def note(answer: Any, seconds: float, more: str = "") -> None:
+    """One line on stderr about what an answer cost."""
+    per_round = len(answer.tokens) / max(answer.rounds, 1)
+    log.info(
+        "%d prompt tokens, %d new (%s) in %.2f s, %.2f tokens a round%s",
+        answer.prompt_tokens, len(answer.tokens), answer.finish_reason, seconds, per_round, more,
+    )  # fmt: skip

@@ -1,0 +1,223 @@
+"""The command line on tiny checkpoints: what it prints where, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from click.testing import CliRunner, Result
+
+import kvjax
+import serve
+from kvjax import cli
+
+GOLDEN = Path(__file__).parent / "golden"
+MODEL = str(GOLDEN / "qwen3-tied")
+SHORT = ["-n", "6", "--no-compile-cache"]
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments), input=stdin)
+
+
+@pytest.fixture(autouse=True)
+def cache_switch():
+    """`--no-compile-cache` sets a process-wide option of JAX."""
+    before = jax.config.jax_enable_compilation_cache
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return kvjax.load(MODEL)
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"kvjax {kvjax.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [[], ["pull"], ["generate"]])
+def test_help(command):
+    result = run(*command, "--help")
+    assert result.exit_code == 0 and result.stdout.startswith("Usage:")
+
+
+def test_generate_prints_what_the_library_gives(lm):
+    expected = serve.generate(lm, ["the order of the"], max_new_tokens=6)[0]
+    result = run("generate", MODEL, "the order of the", "--no-chat", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == expected.text + "\n"
+    assert "given as it is" not in result.stderr  # it was said, not guessed
+
+
+def test_json_and_every_sampling_option(lm):
+    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 5}
+    expected = serve.generate(lm, ["in the"], max_new_tokens=6, logprobs=True, **options)[0]
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    result = run("-q", "generate", MODEL, "in the", "--no-chat", "--json", "--logprobs", *flags, *SHORT)
+    assert result.exit_code == 0 and result.stderr == ""
+    report = json.loads(result.stdout)
+    assert report["tokens"] == list(expected.tokens) and report["text"] == expected.text
+    assert report["logprobs"] == list(expected.logprobs)
+    assert (
+        report["finish_reason"] == expected.finish_reason
+        and report["prompt_tokens"] == expected.prompt_tokens
+    )
+    assert report["chat"] is False and report["model"] == MODEL
+    assert report["program"]["width"] == 1 and report["timings"]["total"] > 0
+    # Options that are dropped on the way would leave the greedy answer.
+    assert list(expected.tokens) != list(serve.generate(lm, ["in the"], max_new_tokens=6)[0].tokens)
+
+
+def test_chat_is_the_default_where_there_is_a_template(lm):
+    message = [{"role": "user", "content": "in the"}]
+    expected = serve.generate(lm, [message], max_new_tokens=6)[0]
+    result = run("generate", MODEL, "in the", "--json", *SHORT)
+    report = json.loads(result.stdout)
+    assert report["chat"] is True and report["tokens"] == list(expected.tokens)
+    assert "wrapped in the chat template" in result.stderr
+
+
+def test_thinking_switch_reaches_the_template(lm):
+    plain, off = (
+        json.loads(run("generate", MODEL, "in", "--json", *flags, *SHORT).stdout)["prompt_tokens"]
+        for flags in ([], ["--no-thinking"])
+    )
+    assert off > plain  # this template writes an empty thought
+    result = run("generate", MODEL, "in", "--no-chat", "--thinking", *SHORT)
+    assert result.exit_code == 2 and "thinking" in result.stderr
+
+
+def test_prompt_from_stdin():
+    given = run("generate", MODEL, "in the", "--json", *SHORT)
+    for arguments, stdin in (([], "in the\n"), (["-"], "in the")):
+        piped = run("generate", MODEL, *arguments, "--json", *SHORT, stdin=stdin)
+        assert json.loads(piped.stdout)["tokens"] == json.loads(given.stdout)["tokens"]
+
+
+def test_streaming_gives_the_same_text():
+    whole = run("generate", MODEL, "in the", "-t", "1", "--seed", "3", *SHORT)
+    streamed = run("generate", MODEL, "in the", "-t", "1", "--seed", "3", "--stream", *SHORT)
+    assert streamed.exit_code == 0, streamed.stderr
+    assert streamed.stdout == whole.stdout
+    assert "6 new (length)" in streamed.stderr
+
+
+def test_stop_string():
+    text = run("-q", "generate", MODEL, "in the", *SHORT).stdout.rstrip("\n")
+    stop = text[2:4]
+    report = json.loads(run("generate", MODEL, "in the", "--stop", stop, "--json", *SHORT).stdout)
+    assert report["finish_reason"] == "stop"
+    assert report["text"] == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    "flags, width, source",
+    [
+        (["--draft", "ngram"], 8, "Ngram"),
+        (["--draft", "ngram", "--width", "3"], 3, "Ngram"),
+        (["--draft", MODEL], 4, "DraftModel"),
+    ],
+)
+def test_drafts(flags, width, source):
+    report = json.loads(run("generate", MODEL, "in the", "--json", *flags, *SHORT).stdout)
+    assert (report["program"]["width"], report["program"]["source"]) == (width, source)
+    if source == "DraftModel":  # the model itself drafts: nearly all is accepted
+        assert report["rounds"] < len(report["tokens"])
+
+
+def test_mesh_and_dtype():
+    report = json.loads(
+        run("generate", MODEL, "in the", "--json", "--mesh", "1x2", "--dtype", "bfloat16", *SHORT).stdout
+    )
+    assert report["program"]["mesh"] == {"data": 1, "model": 2} and report["program"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["generate", "no/such/model/here", "x"], "no/such/model/here"),
+        (["generate", "./nowhere", "x"], "nowhere"),
+        (["generate", MODEL, "x", "--top-p", "2"], "top_p"),
+        (["generate", MODEL, "x", "--temperature", "-1"], "temperature"),
+        (["generate", MODEL, "", "--no-chat"], "prompt 0 is empty"),
+        (["generate", MODEL, "x", "-n", "100000"], "max_new_tokens 100000"),
+        (["generate", MODEL, "x", "--width", "4"], "width 4"),
+        (["generate", MODEL, "x", "--draft", "./nowhere"], "nowhere"),
+        (["generate", MODEL, "x", "--mesh", "8x8"], "64 devices"),
+        (["pull", "unheard-of"], "unheard-of"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, named):
+    more = ["--no-compile-cache"] if arguments[0] == "generate" else []
+    result = run("-q", *arguments, *more)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvjax: error: ") and named in result.stderr
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["generate"], "MODEL"),
+        (["generate", MODEL, "x", "--mesh", "4"], "DATAxMODEL"),
+        (["generate", MODEL, "x", "--mesh", "0x4"], "DATAxMODEL"),
+        (["generate", MODEL, "x", "--dtype", "int8"], "int8"),
+        (["generate", MODEL, "x", "--json", "--stream"], "--stream"),
+        (["generate", MODEL, "x", "--logprobs"], "--json"),
+        (["generate", MODEL, "x", "--compile-cache", "d", "--no-compile-cache"], "--no-compile-cache"),
+        (["pull"], "--list"),
+        (["pull", "x", "--list"], "--list"),
+    ],
+)
+def test_misuse_shows_the_usage(arguments, named):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr and named in result.stderr
+
+
+def test_debug_shows_the_traceback():
+    result = run("--debug", "generate", "./nowhere", "x", "--no-compile-cache")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ValueError)
+
+
+def test_a_defect_is_not_dressed_up_as_a_mistake():
+    assert not cli.expected(AssertionError("broken")) and not cli.expected(TypeError("broken"))
+    assert cli.expected(ValueError("x")) and cli.expected(FileNotFoundError("x"))
+
+
+def test_pull_lists_the_named_models():
+    result = run("pull", "--list")
+    assert result.exit_code == 0 and "smollm2-135m-q4_1" in result.stdout
+    models = json.loads(run("pull", "--list", "--json").stdout)["models"]
+    assert {m["name"] for m in models} == {line.split()[0] for line in result.stdout.splitlines()}
+    assert all(m["bytes"] > 0 and m["licence"] for m in models)
+
+
+def test_compiled_programs_serve_the_next_process(tmp_path):
+    """As installed: two starts with a compile cache of their own."""
+    program = "import jax; jax.config.update('jax_platforms', 'cpu'); from kvjax.cli import main; main()"
+    command = [sys.executable, "-c", program, "generate", MODEL, "in the", "-n", "4", "--json"]
+    command += ["--compile-cache", str(tmp_path)]
+    cold, warm = (
+        json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+        for _ in range(2)
+    )
+    assert cold["compiles"] > 0 and cold["cache_hits"] == 0
+    assert (warm["compiles"], warm["cache_hits"]) == (0, cold["compiles"])
+    assert warm["tokens"] == cold["tokens"]
+
+
+def test_models_are_served_by_file(smollm2):
+    result = run(
+        "-q", "generate", str(smollm2), "What is the capital of France?", "-n", "12", "--no-compile-cache"
+    )
+    assert "Paris" in result.stdout
