@@ -12,12 +12,13 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import hf_config, tensors, write_gguf
+
 from kvjax.checkpoints import gguf
 from kvjax.checkpoints.load import table_rows
 from kvjax.checkpoints.table import CheckpointError, match
 from kvjax.config import ConfigError, ModelConfig, RopeConfig
 from kvjax.tokenizer import TokenizerError
-from tiny import hf_config, tensors, write_gguf
 
 WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_hidden_layers": 1}
 PYTHON_QUANTISERS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import BF16, hf_config, tensors, write
+
 from kvjax.checkpoints import hf
 from kvjax.checkpoints.hf import READABLE, Directory, read_header
 from kvjax.checkpoints.load import table_rows
 from kvjax.checkpoints.table import CheckpointError, match
 from kvjax.config import ModelConfig
-from tiny import BF16, hf_config, tensors, write
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import BF16, hf_config, tensors, write
+
 from kvjax.checkpoints.hf import READABLE, Directory
 from kvjax.checkpoints.load import table_rows
 from kvjax.checkpoints.table import DTYPES, CheckpointError, Grouped, cast, finite, leaves, match
 from kvjax.config import ModelConfig
 from kvjax.models import build
 from kvjax.sharding import make_mesh
-from tiny import BF16, hf_config, tensors, write
 
 
 @st.composite

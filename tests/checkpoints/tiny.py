@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 import tokenizers
+from tokenizers import models, pre_tokenizers
+
 from kvjax.checkpoints.load import table_rows
 from kvjax.config import ModelConfig
-from tokenizers import models, pre_tokenizers
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
