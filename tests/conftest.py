@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -48,6 +50,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
         if item.get_closest_marker("slow") and "slow" not in expression:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+
+
+CACHE_OPTIONS = (
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@contextlib.contextmanager
+def _restored_cache_options() -> Iterator[None]:
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def restored_cache_options() -> Iterator[None]:
+    """Puts JAX's compile cache back as it was before the test."""
+    with _restored_cache_options():
+        yield
+
+
+@pytest.fixture(scope="module")
+def restored_cache_options_after_module() -> Iterator[None]:
+    """Puts JAX's compile cache back as it was before the module's tests."""
+    with _restored_cache_options():
+        yield
 
 
 @pytest.fixture(scope="session")

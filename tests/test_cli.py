@@ -7,29 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from click.testing import CliRunner, Result
 
 import kvjax
 import serve
 from kvjax import cli
+from kvjax.compilation import compile_cache
 
 GOLDEN = Path(__file__).parent / "golden"
 MODEL = str(GOLDEN / "qwen3-tied")
-SHORT = ["-n", "6", "--no-compile-cache"]
+SHORT = ["-n", "6"]
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(cli.main, list(arguments), input=stdin)
 
 
-@pytest.fixture(autouse=True)
-def cache_switch():
-    """`--no-compile-cache` sets a process-wide option of JAX."""
-    before = jax.config.jax_enable_compilation_cache
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(tmp_path_factory, restored_cache_options_after_module):
+    """A compile cache that is already set up, which the commands respect: each of them loads anew."""
+    compile_cache(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +153,7 @@ def test_mesh_and_dtype():
     ],
 )
 def test_mistakes_are_one_line(arguments, named):
-    more = ["--no-compile-cache"] if arguments[0] == "generate" else []
-    result = run("-q", *arguments, *more)
+    result = run("-q", *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("kvjax: error: ") and named in result.stderr
@@ -184,7 +181,7 @@ def test_misuse_shows_the_usage(arguments, named):
 
 
 def test_debug_shows_the_traceback():
-    result = run("--debug", "generate", "./nowhere", "x", "--no-compile-cache")
+    result = run("--debug", "generate", "./nowhere", "x")
     assert result.exit_code == 1
     assert isinstance(result.exception, ValueError)
 
@@ -200,6 +197,11 @@ def test_pull_lists_the_named_models():
     models = json.loads(run("pull", "--list", "--json").stdout)["models"]
     assert {m["name"] for m in models} == {line.split()[0] for line in result.stdout.splitlines()}
     assert all(m["bytes"] > 0 and m["licence"] for m in models)
+
+
+def test_the_compile_cache_can_be_refused(restored_cache_options):
+    before = run("generate", MODEL, "in the", "--json", "-n", "3", "--no-compile-cache")
+    assert json.loads(before.stdout)["cache_hits"] == 0
 
 
 def test_compiled_programs_serve_the_next_process(tmp_path):

@@ -15,25 +15,6 @@ import pytest
 import kvjax.compilation as compilation
 from kvjax.compilation import CompileCounter, compile_cache, cpu_key
 
-CACHE_OPTIONS = (
-    "jax_enable_compilation_cache",
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
-
-
-@pytest.fixture
-def cache_settings():
-    """Put JAX's cache options back as they were."""
-    from jax.experimental.compilation_cache import compilation_cache as jax_cache
-
-    before = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax_cache.reset_cache()
-
 
 def fresh_function(constant: float):
     """A jitted function no other test has compiled."""
@@ -84,7 +65,7 @@ def test_a_counter_that_never_started_says_so():
         _ = CompileCounter().compiles
 
 
-def test_a_cache_hit_is_no_compile(tmp_path, cache_settings):
+def test_a_cache_hit_is_no_compile(tmp_path, restored_cache_options):
     directory = compile_cache(tmp_path)
     x = jax.device_put(np.ones(3, np.float32))
     with CompileCounter() as cold:
@@ -115,7 +96,7 @@ def test_the_cache_serves_another_process(tmp_path):
     assert runs == [[1, 0], [0, 1]]
 
 
-def test_directory_is_keyed_by_jaxlib_and_cpu(tmp_path, cache_settings, monkeypatch):
+def test_directory_is_keyed_by_jaxlib_and_cpu(tmp_path, restored_cache_options, monkeypatch):
     import jaxlib
 
     path = compile_cache(tmp_path)
@@ -128,7 +109,7 @@ def test_directory_is_keyed_by_jaxlib_and_cpu(tmp_path, cache_settings, monkeypa
     assert compile_cache(tmp_path) != path
 
 
-def test_an_existing_setting_is_respected(tmp_path, cache_settings):
+def test_an_existing_setting_is_respected(tmp_path, restored_cache_options):
     mine = tmp_path / "mine"
     jax.config.update("jax_compilation_cache_dir", str(mine))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 12.0)
@@ -138,13 +119,13 @@ def test_an_existing_setting_is_respected(tmp_path, cache_settings):
     assert compile_cache(tmp_path / "named").parent == tmp_path / "named"
 
 
-def test_default_directory_is_below_the_home(tmp_path, cache_settings, monkeypatch):
+def test_default_directory_is_below_the_home(tmp_path, restored_cache_options, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
     assert compile_cache().parent == tmp_path / ".cache" / "kvjax" / "compile"
 
 
-def test_a_directory_that_cannot_be_made(tmp_path, cache_settings):
+def test_a_directory_that_cannot_be_made(tmp_path, restored_cache_options):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         compile_cache(tmp_path / "file")
