@@ -48,6 +48,9 @@ class Tokenizer:
     def from_directory(cls, directory: str | Path) -> Tokenizer | None:
         """The tokenizer of a Hugging Face directory; None when it holds no tokenizer files.
 
+        `tokenizer.json` decides which special tokens surround a text, as in transformers 5: `add_bos_token`
+        beside it is not looked at.
+
         Raises:
           TokenizerError: damaged or contradicting files; the message names the file.
         """
@@ -73,10 +76,6 @@ class Tokenizer:
             if index is None:
                 raise TokenizerError(f"{path}: eos_token {special['eos_token']!r} is not in the vocabulary")
             eos.append(index)
-        if "add_bos_token" in settings or "add_eos_token" in settings:
-            bos = special.get("bos_token") if settings.get("add_bos_token") else None
-            end = special.get("eos_token") if settings.get("add_eos_token") else None
-            backend.post_processor = _surround(backend, bos, end)
         template = settings.get("chat_template")
         if isinstance(template, list):  # several named ones
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
@@ -149,7 +148,6 @@ class Tokenizer:
             special=special,
             eos=[i for i in ends if type(i) is int],
             chat_template=template if isinstance(template, str) else None,
-            settings={"add_bos_token": bool(bos), "add_eos_token": bool(last)},
         )
 
     def encode(self, text: str) -> list[int]:

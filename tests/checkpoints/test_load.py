@@ -206,7 +206,7 @@ def test_progress_goes_to_stderr_when_asked(tmp_path: Path, capsys: pytest.Captu
 def test_export_and_load_again(tmp_path: Path, kind: str, limit: int) -> None:
     config = hf_config(kind, tie_word_embeddings=kind == "qwen3")
     weights = tensors(config)
-    write_tokenizer(write(tmp_path / "in", config, weights), add_bos_token=True)
+    write_tokenizer(write(tmp_path / "in", config, weights))
     first = load(tmp_path / "in", mesh=make_mesh(1, 4))  # every KV head stored twice; the copies are dropped
     out = save_hf(first, tmp_path / "sub" / "out", max_shard_bytes=limit)
     assert (out / "model.safetensors.index.json").exists() is (limit < 10**9)
@@ -255,7 +255,7 @@ def test_transformers_reads_the_export(tmp_path: Path, kind: str, limit: int) ->
 
     config = hf_config(kind, tie_word_embeddings=kind == "llama", eos_token_id=[2, 5])
     weights = tensors(config)
-    write_tokenizer(write(tmp_path / "in", config, weights), add_bos_token=True)
+    write_tokenizer(write(tmp_path / "in", config, weights))
     lm = load(tmp_path / "in")
     out = save_hf(lm, tmp_path / "out", max_shard_bytes=limit)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
