@@ -110,6 +110,8 @@ class File:
             self._data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         cursor = _Cursor(self._data, self.name)
         self.metadata, raw = self._header(cursor)
+        if self.metadata.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(f"{path}: one part of a split file (split.count); join the parts first")
         self.architecture = self._text("general.architecture")
         if self.architecture not in _ARCHITECTURES:
             raise CheckpointError(

@@ -133,7 +133,10 @@ def _fetch(entry: Entry, file: Pinned, target: Path) -> None:
     failures = []
     for mirror in entry.mirrors:
         label = f"{mirror['kind']} {mirror.get('package') or mirror.get('repo') or mirror.get('base')}"
-        _log.info("%s: fetching %s (%.1f MB) from %s", entry.name, file.name, file.size / 1e6, label)
+        message = f"{entry.name}: fetching {file.name} ({file.size / 1e6:.1f} MB) from {label}"
+        _log.info(message)
+        if sys.stderr.isatty() and not _log.isEnabledFor(logging.INFO):
+            print(message, file=sys.stderr)
         # Beside the target, so that the final rename stays on one file system and is atomic.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{file.name}.", suffix=".part") as tmp:
             part = Path(tmp) / file.name

@@ -201,6 +201,12 @@ def test_unknown_architecture_and_type(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
+def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", hf_config(), tensors(hf_config()), metadata={"split.count": 3})
+    with pytest.raises(CheckpointError, match="m.gguf: one part of a split file"):
+        gguf.File(path)
+
+
 def test_a_type_nobody_dequantises_is_refused_by_name(tmp_path: Path) -> None:
     config = hf_config(num_hidden_layers=1)
     path = write_gguf(tmp_path / "m.gguf", config, tensors(config), extra={"x.weight": np.zeros(4, np.int32)})
