@@ -61,9 +61,10 @@ class Lists:
             taken = names[b] if path is None else names[b][path[b]]
             if count[b]:
                 self.rows[b] = self.rows[b][: first[b]] + taken[: count[b]].tolist()
-        self.check(before, first, t)
+        self.check(before, [range(a, a + t if c else S) for a, c in zip(first, count)])
 
-    def check(self, before: KVCache, first: list[int], t: int) -> None:
+    def check(self, before: KVCache, free: list[range]) -> None:
+        """free: the slots of each row that the write may have changed."""
         assert np.asarray(self.cache.filled).tolist() == [len(r) for r in self.rows]
         for layer in range(LAYERS):
             view = self.cache.view(layer)
@@ -73,7 +74,7 @@ class Lists:
                 for b, names in enumerate(self.rows):
                     want = self.values(np.array([names]), layer, value)[0]
                     np.testing.assert_array_equal(slab[b, :, : len(names)], want)
-                    outside = np.r_[: first[b], first[b] + t : S]
+                    outside = np.setdiff1d(np.arange(S), free[b])
                     np.testing.assert_array_equal(slab[b][:, outside], old[b][:, outside])
 
 
