@@ -84,7 +84,7 @@ def prepare(
     batch = bucket(count, 1)
     batch = -(-batch // ways) * ways
     if chunk is None:
-        chunk = 64 if lm.model.setting.attention.platform == "cpu" else 256
+        chunk = 128 if lm.model.setting.attention.platform == "cpu" else 256
     if stop_ids is None:
         tokenizer_eos = () if lm.tokenizer is None else lm.tokenizer.eos
         stop_ids = sorted({*lm.config.eos, *tokenizer_eos})

@@ -66,8 +66,8 @@ def read_chunk(
     pos = jnp.broadcast_to(first + jnp.arange(chunk, dtype=jnp.int32), ids.shape)
     pos = _by_row(model, pos)
     count = jnp.clip(state.length - 1 - first, 0, chunk)
-    out = model.forward(params, ids, pos, state.cache, MaskSpec(), taps=source.taps, logits=False)
-    cache = commit(state.cache, out.rows, count, rules=model.rules, at=first)
+    out = model.forward(params, ids, pos, state.cache, MaskSpec(), taps=source.taps, logits=False, at=first)
+    cache = commit(out.cache, None, count, rules=model.rules, at=first)
     rows = Commit(ids, count, pos, out.taps, at=first)
     return dataclasses.replace(state, cache=cache, draft=source.absorb(draft_params, state.draft, rows))
 
@@ -113,7 +113,7 @@ def one_round(
     result = seen[4], seen[5], seen[7], seen[8], seen[9], seen[10], seen[5]
     tokens, length, done, rounds, accepted, logprobs, count = rules.local(judge, rules.rows(seen), rules.rows(result))(*seen)
 
-    cache = commit(state.cache, out.rows, count, rules=rules)
+    cache = commit(out.cache, None, count, rules=rules)
     draft_state = source.absorb(draft_params, draft_state, Commit(draft, count, pos, out.taps, at=None))
     return dataclasses.replace(
         state, cache=cache, draft=draft_state, tokens=tokens, length=length, done=done, rounds=rounds,

@@ -39,7 +39,7 @@ class DraftModel:
         def step(carry, _):
             cache, token, pos = carry
             out = self.model.forward(params, token[:, None], pos[:, None], cache)
-            cache = commit(cache, out.rows, ones, rules=rules)
+            cache = commit(out.cache, None, ones, rules=rules)
             seen = (rules.reshard(out.logits, "batch", None, None), pos[:, None] + 1, view.sampling)
             pick = rules.local(
                 lambda *seen: sample(*seen, view.program, view.key)[:, 0], rules.rows(seen), rules.spec("batch")
@@ -53,6 +53,6 @@ class DraftModel:
     def absorb(self, params: Params, state: KVCache, rows: Commit) -> KVCache:
         if rows.at is None:  # propose wrote these rows already
             return KVCache(state.k, state.v, state.filled + rows.count)
-        out = self.model.forward(params, rows.tokens, rows.pos, state, MaskSpec(), logits=False)
-        return commit(state, out.rows, rows.count, rules=self.model.rules, at=rows.at)
+        out = self.model.forward(params, rows.tokens, rows.pos, state, MaskSpec(), logits=False, at=rows.at)
+        return commit(out.cache, None, rows.count, rules=self.model.rules, at=rows.at)
 

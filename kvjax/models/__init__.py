@@ -79,13 +79,13 @@ class Model:
 
     def forward(
         self, params: Params, inputs: jax.Array, pos: jax.Array, cache: KVCache | None = None,
-        mask: MaskSpec = MaskSpec(), *, taps: tuple[int, ...] = (), logits: bool = True,
+        mask: MaskSpec = MaskSpec(), *, taps: tuple[int, ...] = (), logits: bool = True, at: jax.Array | None = None,
     ) -> Output:  # fmt: skip
         """See `Decoder.__call__`. Pure; call it inside jit (and inside `rules.context()` on a mesh)."""
         for tap in taps:
             if not 0 <= tap < self.config.num_layers:
                 raise ValueError(f"tap {tap} is not a layer of this model (0..{self.config.num_layers - 1})")
-        return self.bind(params)(inputs, pos, cache, mask, taps=taps, logits=logits)
+        return self.bind(params)(inputs, pos, cache, mask, taps=taps, logits=logits, at=at)
 
 
 def build(

@@ -42,11 +42,13 @@ AXES: dict[str, tuple[str | None, ...]] = {
 
 class Output(NamedTuple):
     """logits: [B, T, V] float32 or None; rows: per layer (k, v), each [B, K', T, H];
-    taps: [B, T, len(taps) * D] or None."""
+    taps: [B, T, len(taps) * D] or None; cache: after a chain, the cache with its rows in place beyond `filled`
+    (for `commit` with rows None), else None."""
 
     logits: jax.Array | None
     rows: Rows
     taps: jax.Array | None
+    cache: KVCache | None = None
 
 
 class Attention(nnx.Module):
@@ -61,7 +63,7 @@ class Attention(nnx.Module):
         self.o_proj = param(rngs, (d, kv, groups * h), setting)
         self.o_bias = param(rngs, (d,), setting) if config.o_bias else None
 
-    def __call__(self, x, cos, sin, view: View | None, pos, mask: MaskSpec, window: int | None):
+    def __call__(self, x, cos, sin, view: View | None, pos, mask: MaskSpec, window: int | None, at):
         setting, g = self.setting, self.groups
         batch, t, _ = x.shape
         with jax.named_scope("qkv"):
@@ -79,11 +81,13 @@ class Attention(nnx.Module):
             k = rotate(k, cos[:, :, None], sin[:, :, None])
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         with jax.named_scope("attention"):
-            out = attend(q, k, v, view, pos, mask, window=window, choice=setting.attention, rules=setting.rules)
+            out, written = attend(
+                q, k, v, view, pos, mask, window=window, choice=setting.attention, rules=setting.rules, at=at
+            )
             out = linear(out.reshape(batch, t, kv, -1), self.o_proj[...], setting, reduced=True)
         if self.o_bias is not None:
             out = out + self.o_bias[...]
-        return out, (k, v)
+        return out, (k, v), written
 
 
 class MLP(nnx.Module):
@@ -112,14 +116,15 @@ class Layer(nnx.Module):
         self.post_attention_layernorm = param(rngs, (config.hidden,), setting, scale=0)
         self.mlp = MLP(config, setting, rngs)
 
-    def __call__(self, x, cos, sin, view, pos, mask, window):
-        out, rows = self.attn(rms_norm(x, self.input_layernorm[...], self.eps), cos, sin, view, pos, mask, window)
+    def __call__(self, x, cos, sin, view, pos, mask, window, at):
+        normed = rms_norm(x, self.input_layernorm[...], self.eps)
+        out, rows, written = self.attn(normed, cos, sin, view, pos, mask, window, at)
         x = x + out
-        return x + self.mlp(rms_norm(x, self.post_attention_layernorm[...], self.eps)), rows
+        return x + self.mlp(rms_norm(x, self.post_attention_layernorm[...], self.eps)), rows, written
 
 
 class Decoder(nnx.Module):
-    """The whole model; `__call__` never writes the cache."""
+    """The whole model."""
 
     def __init__(self, config: ModelConfig, setting: Setting, rngs: nnx.Rngs) -> None:
         self.config, self.setting = config, setting
@@ -130,15 +135,16 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, inputs: jax.Array, pos: jax.Array, cache: KVCache | None, mask: MaskSpec, *,
-        taps: tuple[int, ...] = (), logits: bool = True,
+        taps: tuple[int, ...] = (), logits: bool = True, at: jax.Array | None = None,
     ) -> Output:  # fmt: skip
-        """T new tokens behind the cache.
+        """T new tokens behind the cache, which stays valid as it is.
 
         Args:
           inputs: ids [B, T] int32, or embeddings [B, T, D].
           pos: [B, T] int32 absolute positions. cache: what precedes them; None for nothing.
           taps: 0-based layers whose outputs are returned, concatenated in the order given.
           logits: compute the head (float32) for all T rows.
+          at: pos[:, 0] as a scalar where all rows share it.
         """
         config, setting = self.config, self.setting
         if jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -147,11 +153,12 @@ class Decoder(nnx.Module):
         else:
             x = inputs.astype(setting.dtype)
         cos, sin = cos_sin(pos, config.rope, config.head_dim)
-        rows, tapped = [], {}
+        rows, written, tapped = [], [], {}
         for i, layer in enumerate(self.layers):
             view = None if cache is None else cache.view(i)
-            x, new = layer(x, cos, sin, view, pos, mask, config.windows[i] if config.windows else None)
+            x, new, put = layer(x, cos, sin, view, pos, mask, config.windows[i] if config.windows else None, at)
             rows.append(new)
+            written += [] if put is None else [put]
             if i in taps:
                 tapped[i] = x
         out = None
@@ -160,4 +167,7 @@ class Decoder(nnx.Module):
                 head = self.embed if self.lm_head is None else self.lm_head
                 out = linear(rms_norm(x, self.norm[...], config.eps), head[...], setting, dtype=jnp.float32)
         features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
-        return Output(out, tuple(rows), features)
+        after = None
+        if cache is not None and written:
+            after = KVCache(tuple(w.k for w in written), tuple(w.v for w in written), cache.filled)
+        return Output(out, tuple(rows), features, after)

@@ -29,16 +29,21 @@ def block_attention(
     lower: jax.Array | None = None,
     *,
     scale: float,
+    stair: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of R rows per KV head over the slots lower <= s < upper, with its log-sum-exp.
 
     q: [B,K,R,H], k and v: [B,K,S,H] of q's dtype, upper: [B] int32, lower: [B,R] int32 or None.
+    stair: every `stair` rows see one slot more (a causal block of `stair` heads); 0: all rows the same.
     Returns out [B,K,R,H] float32 and lse [B,K,R] float32. A row that sees nothing gets out 0, lse -inf.
     Products accumulate in float32; the softmax weights are rounded to v's dtype before they meet v.
     """
     scores = jnp.einsum("bkrh,bksh->bkrs", q, k, preferred_element_type=jnp.float32) * scale
     slot = jnp.arange(k.shape[2], dtype=jnp.int32)
-    visible = (slot < upper[:, None])[:, None, None, :]
+    bound = upper[:, None]
+    if stair:
+        bound = bound + jnp.arange(q.shape[2], dtype=jnp.int32) // stair
+    visible = (slot < bound[:, :, None])[:, None]
     if lower is not None:
         visible = visible & (slot >= lower[:, None, :, None])
     scores = jnp.where(visible, scores, -jnp.inf)
