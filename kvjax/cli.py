@@ -228,6 +228,32 @@ def generate(
     click.echo(json.dumps(report))
 
 
+@main.command()
+@click.argument("model")
+@click.option("--target", required=True, help="Accelerators, for example v5e-8, v5p-16, v6e-8 or h100.")
+@click.option("--batch", default=1, help="Sequences at once.")
+@click.option("--context", type=int, help="Cache slots of each. [default: 32768, or what the model was made for]")
+@click.option("--width", default=16, help="Rows of a decode round; 1 is plain decoding.")
+@click.option("--chunk", default=256, help="Prompt tokens of a prefill step.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Of weights and cache.")
+@click.option("--mesh", type=MeshShape(), help="[default: 1x(all devices of the target)]")
+@click.option("--sampled", is_flag=True, help="Compile rounds that can sample, not only greedy ones.")
+@click.option("--ledger", is_flag=True, help="Compile nothing; print what the configuration alone says.")
+@click.option("--revision", help="Commit, tag or branch of a hub id.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def plan(model: str, target: str, ledger: bool, revision: str | None, as_json: bool, **options: Any) -> None:
+    """Say what MODEL needs on accelerators that are not here: memory, fit, cost of a step.
+
+    No weights are read. MODEL may also be a known geometry, such as qwen3-8b or llama-3.1-70b. Prefill and decode
+    round are compiled if the target's compiler is installed (BUILD.md).
+    """
+    from kvjax import plan as planning
+
+    name, config = planning.find(model, revision)
+    answer = planning.plan(config, target, model=name, compile=not ledger, **options)
+    click.echo(json.dumps(answer.to_json()) if as_json else answer.to_text())
+
+
 def keep_programs(directory: Path | None, disabled: bool) -> None:
     """Turn JAX's persistent compilation cache on, or off when asked to."""
     if disabled and directory is not None:

@@ -86,12 +86,18 @@ def missing(name: str) -> str | None:
     found = target(name)
     if found.platform == "tpu":
         if importlib.util.find_spec("libtpu") is None:
-            return f"compiling for {name} needs the package libtpu, which is not installed here"
+            return (
+                f"compiling for {name} needs the package libtpu, which is not installed here; in an environment of "
+                "its own (BUILD.md): pip install libtpu"
+            )
         return None
     if not any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
+        exact = jax.__version__
         return (
             f"compiling for {name} needs the packages jax-cuda12-plugin and jax-cuda12-pjrt of the version of jax "
-            f"({jax.__version__}), nvidia-cuda-runtime-cu12 and nvidia-cuda-nvcc-cu12; they are not installed here"
+            f"({exact}), nvidia-cuda-runtime-cu12 and nvidia-cuda-nvcc-cu12; they are not installed here; in an "
+            "environment of its own (BUILD.md): pip install nvidia-cuda-runtime-cu12 nvidia-cuda-nvcc-cu12 && "
+            f"pip install --no-deps jax-cuda12-pjrt=={exact} jax-cuda12-plugin=={exact}"
         )
     return None
 
