@@ -232,7 +232,9 @@ def generate(
 @click.argument("model")
 @click.option("--target", required=True, help="Accelerators, for example v5e-8, v5p-16, v6e-8 or h100.")
 @click.option("--batch", default=1, help="Sequences at once.")
-@click.option("--context", type=int, help="Cache slots of each. [default: 32768, or what the model was made for]")
+@click.option(
+    "--context", type=int, help="Cache slots of each. [default: 32768, or what the model was made for]"
+)
 @click.option("--width", default=16, help="Rows of a decode round; 1 is plain decoding.")
 @click.option("--chunk", default=256, help="Prompt tokens of a prefill step.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Of weights and cache.")
