@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from kvjax.decode.model import DraftModel
 from kvjax.decode.sources import Plain
 from kvjax.decode.state import DecodeState, DraftSource
 from kvjax.lm import LM
-from serve.requests import Batch, prepare
+from serve.requests import Batch, Options, prepare
 from serve.text import TextRow
 
 STOP_CHECK = 8  # rounds between looks at the text for stop strings
@@ -81,57 +81,36 @@ class Event:
     generation: Generation | None = None
 
 
-def generate(
-    lm: LM, prompts: Any, *, max_new_tokens: Any = 128, temperature: Any = 0.0, top_k: Any = 0, top_p: Any = 1.0,
-    min_p: Any = 0.0, seed: Any = 0, stop: Any = (), stop_ids: Sequence[int] | None = None, logprobs: Any = False,
-    thinking: bool | None = None, draft: DraftSource | LM | None = None, draft_params: Any = (), width: int | None = None,
-    size: int | None = None, chunk: int | None = None,
-) -> Result:  # fmt: skip
+def generate(lm: LM, prompts: Any, **options: Unpack[Options]) -> Result:
     """Answer a batch of prompts of any lengths.
 
     Args:
       prompts: texts (encoded as they are), lists of chat messages, or lists of token ids; one or several.
-      max_new_tokens, temperature, top_k, top_p, min_p, seed, logprobs: one value, or one per prompt. Temperature 0
-        is greedy; greedy and sampled rows share one program. The seed and the position fix the noise.
-      stop: strings, or one list of strings per prompt. stop_ids: default the model's end-of-sequence ids.
-      thinking: the chat template's thinking switch, for templates that have one.
-      draft: None (plain decoding), a draft source (`kvjax.Ngram(width=8)`), or a smaller model of the same vocabulary,
-        which then drafts `width - 1` tokens a round.
-      size: cache slots per row; default the next power of two. chunk: prompt tokens per prefill call.
+      options: see `Options`.
 
     Raises:
       ValueError, kvjax.cache.CacheFull: a parameter or prompt that cannot be served, named.
     """
-    run = _Run(lm, prompts, draft, draft_params, width, dict(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        stop=stop, stop_ids=stop_ids, logprobs=logprobs, thinking=thinking, size=size, chunk=chunk,
-    ))  # fmt: skip
+    run = _Run(lm, prompts, **options)
     every = STOP_CHECK if any(run.batch.stop) else 2**31 - 1
     for _ in run.events(every):
         pass
     return run.result()
 
 
-def stream(
-    lm: LM, prompts: Any, *, every: int = 1, max_new_tokens: Any = 128, temperature: Any = 0.0, top_k: Any = 0,
-    top_p: Any = 1.0, min_p: Any = 0.0, seed: Any = 0, stop: Any = (), stop_ids: Sequence[int] | None = None,
-    logprobs: Any = False, thinking: bool | None = None, draft: DraftSource | LM | None = None, draft_params: Any = (),
-    width: int | None = None, size: int | None = None, chunk: int | None = None,
-) -> Iterator[Event]:  # fmt: skip
+def stream(lm: LM, prompts: Any, *, every: int = 1, **options: Unpack[Options]) -> Iterator[Event]:
     """As `generate`, token-identical, yielding events after every `every` rounds."""
     if every < 1:
         raise ValueError(f"every must be at least 1 round, got {every}")
-    run = _Run(lm, prompts, draft, draft_params, width, dict(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        stop=stop, stop_ids=stop_ids, logprobs=logprobs, thinking=thinking, size=size, chunk=chunk,
-    ))  # fmt: skip
-    return run.events(every)
+    return _Run(lm, prompts, **options).events(every)
 
 
 class _Run:
     """One batch on its way through the three programs."""
 
-    def __init__(self, lm: LM, prompts: Any, draft: Any, draft_params: Any, width: int | None, options: dict) -> None:
+    def __init__(
+        self, lm: LM, prompts: Any, *, draft: Any = None, draft_params: Any = (), width: int | None = None, **options: Any
+    ) -> None:  # fmt: skip
         began = time.perf_counter()
         self.lm = lm
         self.source, self.draft_params = _source(lm, draft, draft_params, width)

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from kvjax.cache import CacheFull
 from kvjax.decode.sampler import SamplerProgram, Sampling
+from kvjax.decode.state import DraftSource
 from kvjax.lm import LM
 
 SMALLEST = 256
+
+
+class Options(TypedDict, total=False):
+    """Options of a request. Those marked * are one value, or one per prompt."""
+
+    max_new_tokens: int | Sequence[int]  # *, default 128
+    temperature: float | Sequence[float]  # *, default 0: greedy; greedy and sampled rows share one program
+    top_k: int | Sequence[int]  # *, default 0: off
+    top_p: float | Sequence[float]  # *, default 1: off
+    min_p: float | Sequence[float]  # *, default 0: off
+    seed: int | Sequence[int]  # *, default 0; seed and position alone fix the noise
+    stop: str | Sequence[str] | Sequence[Sequence[str]]  # strings that end a text; or one list per prompt
+    stop_ids: Sequence[int] | None  # default: the model's end-of-sequence ids
+    logprobs: bool | Sequence[bool]  # *, raw log p of every emitted token
+    thinking: bool | None  # the chat template's thinking switch, for templates that have one
+    draft: DraftSource | LM | None  # a draft source (`kvjax.Ngram(width=8)`) or a smaller model of the same vocabulary
+    draft_params: Any  # arrays of a draft source that has some
+    width: int | None  # rows of a round with a draft model (default 4): it drafts width - 1 tokens
+    size: int | None  # cache slots per row; default: the next power of two
+    chunk: int | None  # prompt tokens per prefill call; default 128 on CPU, 256 elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +90,9 @@ def tokenize(lm: LM, prompts: Any, thinking: bool | None) -> list[list[int]]:
 
 
 def prepare(
-    lm: LM, prompts: Any, *, width: int, max_new_tokens: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any,
-    seed: Any, stop: Any, stop_ids: Sequence[int] | None, logprobs: Any, thinking: bool | None, size: int | None,
-    chunk: int | None,
+    lm: LM, prompts: Any, *, width: int, max_new_tokens: Any = 128, temperature: Any = 0.0, top_k: Any = 0,
+    top_p: Any = 1.0, min_p: Any = 0.0, seed: Any = 0, stop: Any = (), stop_ids: Sequence[int] | None = None,
+    logprobs: Any = False, thinking: bool | None = None, size: int | None = None, chunk: int | None = None,
 ) -> Batch:  # fmt: skip
     """Arrays of one batch; every parameter is checked here, on the host.
 
