@@ -7,9 +7,11 @@ Compiled programs are kept below `~/.cache/kvjax/compile` between runs; `--compi
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -254,6 +256,30 @@ def plan(model: str, target: str, ledger: bool, revision: str | None, as_json: b
     name, config = planning.find(model, revision)
     answer = planning.plan(config, target, model=name, compile=not ledger, **options)
     click.echo(json.dumps(answer.to_json()) if as_json else answer.to_text())
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("name", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(name: str | None, arguments: tuple[str, ...]) -> None:
+    """Run the benchmark NAME (none: list them); ARGUMENTS go to it, --help and --json included.
+
+    Benchmarks are part of the source tree, one script per claim of the README.
+    """
+    directory = Path(__file__).parents[1] / "benchmarks"
+    scripts = {path.stem: path for path in sorted(directory.glob("*.py"))}
+    if not scripts:
+        raise click.UsageError(
+            "benchmarks are in the source tree, not in an installed kvjax: pip install -e there"
+        )
+    if name is None:
+        for script in scripts.values():
+            about = (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").partition("\n")[0]
+            click.echo(f"{script.stem:12} {about}")
+        return
+    if name not in scripts:
+        raise click.UsageError(f"no benchmark {name!r}; there are {', '.join(scripts)}")
+    raise SystemExit(subprocess.run([sys.executable, str(scripts[name]), *arguments], check=False).returncode)
 
 
 def keep_programs(directory: Path | None, disabled: bool) -> None:

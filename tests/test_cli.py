@@ -150,6 +150,8 @@ def test_mesh_and_dtype():
         (["generate", MODEL, "x", "--draft", "./nowhere"], "nowhere"),
         (["generate", MODEL, "x", "--mesh", "8x8"], "64 devices"),
         (["pull", "unheard-of"], "unheard-of"),
+        (["plan", "qwen3-8b", "--target", "abacus-9"], "abacus-9"),
+        (["plan", "no/such/place/here", "--target", "v5e-8"], "no/such/place/here"),
     ],
 )
 def test_mistakes_are_one_line(arguments, named):
@@ -189,6 +191,32 @@ def test_debug_shows_the_traceback():
 def test_a_defect_is_not_dressed_up_as_a_mistake():
     assert not cli.expected(AssertionError("broken")) and not cli.expected(TypeError("broken"))
     assert cli.expected(ValueError("x")) and cli.expected(FileNotFoundError("x"))
+
+
+def test_plan_without_weights_or_compiler():
+    result = run("plan", "qwen3-8b", "--target", "v5e-8", "--ledger")
+    assert result.exit_code == 0 and "qwen3-8b on v5e-8" in result.stdout
+    report = json.loads(run("plan", "qwen3-8b", "--target", "v5e-8", "--ledger", "--json").stdout)
+    assert report["fits"] is True and report["mesh"] == [1, 8] and report["memory"]["weights"] > 1e9
+    small = json.loads(
+        run("plan", MODEL, "--target", "h100", "--ledger", "--json", "--context", "256").stdout
+    )
+    assert small["size"] == 256 and small["memory"]["weights"] < 1e7
+
+
+def test_bench_lists_and_runs_the_scripts(tmp_path, monkeypatch):
+    listed = run("bench")
+    assert listed.exit_code == 0 and listed.stdout.startswith("decode ")
+    script = "import sys; sys.exit(0 if sys.argv[1:] == ['--json', '-h'] else 3)"
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "one.py").write_text(f'"""First line."""\n{script}\n')
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "kvjax" / "cli.py"))
+    assert run("bench").stdout.split() == ["one", "First", "line."]
+    assert run("bench", "one", "--json", "-h").exit_code == 0  # the script's own flags
+    assert run("bench", "one", "x").exit_code == 3
+    assert run("bench", "two").exit_code == 2
+    (tmp_path / "benchmarks" / "one.py").unlink()
+    assert "source tree" in run("bench").stderr
 
 
 def test_pull_lists_the_named_models():
