@@ -196,7 +196,7 @@ def plan(
     for name, rows in (("prefill", chunk), ("round", width)):
         head = name == "round"
         ledger = cost.step_cost(
-            config, batch=batch, rows=rows, context=size, head=head, dtype_bytes=each, layout=layout
+            config, batch=batch, rows=rows, context=size - rows, head=head, dtype_bytes=each, layout=layout
         )
         seconds = ledger.seconds(found.peak_flops, found.hbm_bandwidth)
         steps.append(Step(name, rows, ledger, seconds))
