@@ -179,7 +179,12 @@ def plan(
     shape = mesh or (1, found.devices)
     if shape[0] * shape[1] > found.devices:
         raise MeshError(f"mesh {shape[0]}x{shape[1]} needs more devices than the {found.devices} of {target}")
-    for name, value in (("batch", batch), ("width", width), ("chunk", chunk), ("context", context or 1)):
+    for name, value in (
+        ("batch", batch),
+        ("width", width),
+        ("chunk", chunk),
+        ("context", 1 if context is None else context),
+    ):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if dtype not in _BYTES:
