@@ -14,7 +14,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. `upper` has B entries; `window` w means row t sees the last w - t slots below upper."""
+    """One call. `upper` has B entries, the bounds of row 0.
+
+    stair G: row r sees the slots below upper + r // G, as token r // G of a chain does. stair 0: all rows see
+    the slots below upper. `window` w takes away what is before upper + t - w, for token t = r // G (or r).
+    """
 
     name: str
     upper: tuple[int, ...]
@@ -24,6 +28,7 @@ class Case:
     H: int = 64
     dtype: str = "float32"
     window: int = 0
+    stair: int = 0
 
     @property
     def B(self) -> int:
@@ -66,6 +71,43 @@ CASES = (
 )
 
 
+def chain(name: str, first: tuple[int, ...], T: int, G: int, **fields) -> Case:
+    """T tokens of G heads, written at `first`, each seeing the cache up to its own slot."""
+    return Case(name, tuple(f + 1 for f in first), R=T * G, stair=G, **fields)
+
+
+CHAINS = (
+    chain("chain_1x1", (77,), 1, 1),
+    chain("chain_1x8", (0, 128), 1, 8),
+    chain("chain_2x3", (126, 63), 2, 3, K=3),
+    chain("chain_4x7_into_next_tile", (62, 190), 4, 7),
+    chain("chain_5x1_from_0", (0, 0), 5, 1),
+    chain("chain_8x4_to_the_end", (248, 100), 8, 4),
+    chain("chain_16x8", (120, 5), 16, 8, S=192),
+    chain("chain_16x5_past_the_end", (245,), 16, 5),
+    chain("chain_nothing_for_the_first", (-1, -3), 6, 2),
+    chain("chain_off_tile", (180, 100), 16, 3, S=200),
+    chain("chain_under_tile", (30,), 8, 2, S=48, H=32),
+    chain("chain_window", (200, 20), 16, 2, window=40),
+    chain("chain_window_1", (130,), 8, 3, window=1),
+    chain("chain_window_off_tile", (184, 3), 16, 4, S=200, window=70),
+    chain("chunk", (0, 60), 128, 4, S=192, K=1, H=32),
+    chain("chunk_row_blocks", (40,), 128, 8, S=192, K=1, H=32),
+    chain("chunk_window", (50,), 128, 5, S=192, K=1, H=32, window=33),
+    chain("bf16_chain_1x4", (600,), 1, 4, S=640, H=128, dtype="bfloat16"),
+    chain("bf16_chain_4x7", (62, 190), 4, 7, dtype="bfloat16"),
+    chain("bf16_chain_8x8_into_next_tile", (60, 319), 8, 8, S=328, dtype="bfloat16"),
+    chain("bf16_chain_16x4", (300, 0), 16, 4, K=1, S=320, H=128, dtype="bfloat16"),
+    chain("bf16_chain_16x8_row_blocks", (250,), 16, 8, S=320, K=1, dtype="bfloat16"),
+    chain("bf16_chain_past_the_end", (245,), 16, 5, K=1, dtype="bfloat16"),
+    chain("bf16_chain_under_tile", (30,), 8, 2, K=1, S=40, dtype="bfloat16"),
+    chain("bf16_chain_window", (300, 20), 16, 3, K=1, S=328, dtype="bfloat16", window=50),
+    chain("bf16_chunk", (60,), 128, 4, S=192, K=1, H=32, dtype="bfloat16"),
+    chain("bf16_chunk_window", (9,), 128, 2, S=144, K=1, H=32, dtype="bfloat16", window=33),
+)
+CASES += CHAINS
+
+
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
     most: float
@@ -81,7 +123,7 @@ TOLERANCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """q [B,K,R,H], k and v [B,K,S,H] in the case's dtype, upper [B], lower [B,R] or None (int32), scale."""
+    """q [B,K,R,H], k and v [B,K,S,H] in the case's dtype, upper [B], lower [B,R] or None (int32), scale, stair."""
 
     q: np.ndarray
     k: np.ndarray
@@ -89,6 +131,7 @@ class Inputs:
     upper: np.ndarray
     lower: np.ndarray | None
     scale: float
+    stair: int = 0
 
 
 def inputs(case: Case, *, k_junk: float, v_junk: float, seed: int = 0) -> Inputs:
@@ -100,24 +143,26 @@ def inputs(case: Case, *, k_junk: float, v_junk: float, seed: int = 0) -> Inputs
     upper = np.array(case.upper, np.int32)
     lower = None
     if case.window:
-        lower = (upper[:, None] - case.window + np.arange(case.R)).astype(np.int32)
-    seen = visible(upper, lower, case.R, case.S).any(axis=1)  # [B, S]
+        token = np.arange(case.R) // max(case.stair, 1)
+        lower = (upper[:, None] - case.window + token).astype(np.int32)
+    seen = visible(upper, lower, case.R, case.S, case.stair).any(axis=1)  # [B, S]
     k = np.where(seen[:, None, :, None], k, np.array(k_junk, dtype))
     v = np.where(seen[:, None, :, None], v, np.array(v_junk, dtype))
-    return Inputs(q, k, v, upper, lower, case.H**-0.5)
+    return Inputs(q, k, v, upper, lower, case.H**-0.5, case.stair)
 
 
-def visible(upper: np.ndarray, lower: np.ndarray | None, R: int, S: int) -> np.ndarray:
-    """Returns the mask [B,R,S] that upper [B] and lower [B,R] mean."""
-    slot = np.arange(S)
-    mask = np.broadcast_to(slot < upper[:, None, None], (len(upper), R, S))
+def visible(upper: np.ndarray, lower: np.ndarray | None, R: int, S: int, stair: int = 0) -> np.ndarray:
+    """Returns the mask [B,R,S] that upper [B], stair and lower [B,R] mean."""
+    slot, row = np.arange(S), np.arange(R)
+    bound = upper[:, None] + (row // stair if stair else 0 * row)
+    mask = slot < bound[:, :, None]
     return mask if lower is None else mask & (slot >= lower[:, :, None])
 
 
 def answer(x: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """out [B,K,R,H] and lse [B,K,R] in float64, row by row over the visible slots only."""
     B, K, R, H = x.q.shape
-    mask = visible(x.upper, x.lower, R, x.k.shape[2])
+    mask = visible(x.upper, x.lower, R, x.k.shape[2], x.stair)
     out, lse = np.zeros((B, K, R, H)), np.full((B, K, R), -np.inf)
     for b in range(B):
         for r in range(R):

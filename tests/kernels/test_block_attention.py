@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,46 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.kernels import block_attention as dispatch
-from kvjax.kernels.block_attention import gpu, ref, tpu
+from kvjax.attention import Choice
+from kvjax.kernels.block_attention import bounds, gpu, ref, tpu
 from tests.kernels import cases
-from tests.kernels.cases import CASES, Case
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+from tests.kernels.backends import JUNK, NO_GPU_INTERPRETER, attend, gpu_interpreter, has_gpu_interpreter
+from tests.kernels.cases import CASES, CHAINS, Case
 
 H100 = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3"}
-NO_GPU_INTERPRETER = f"jax {jax.__version__} has no interpreter for Mosaic GPU (jax 0.11 and later have)"
-has_gpu_interpreter = hasattr(plgpu, "InterpretGPUParams")
-
-# The XLA path may meet NaN in unused keys, and finite junk of any size in unused values.
-JUNK = {"ref": (np.nan, 1e30), "tpu": (np.nan, np.nan), "gpu": (np.nan, np.nan)}
-
-
-@functools.cache
-def backend(name: str, windowed: bool):
-    """The jitted backend; kernels run interpreted, in tiles small enough that every case has several."""
-    run = {
-        "ref": ref.block_attention,
-        "tpu": functools.partial(tpu.block_attention, interpret=True, slot_tile=64),
-        "gpu": functools.partial(gpu.block_attention, interpret=_gpu_interpreter()),
-    }[name]
-    if windowed:
-        return jax.jit(
-            lambda q, k, v, upper, lower, scale: run(q, k, v, upper, lower, scale=scale), static_argnums=5
-        )
-    return jax.jit(lambda q, k, v, upper, lower, scale: run(q, k, v, upper, scale=scale), static_argnums=5)
-
-
-def _gpu_interpreter():
-    """Simulates copies, barriers and uninitialised (NaN) memory, and raises on a race."""
-    return plgpu.InterpretGPUParams(detect_races=True) if has_gpu_interpreter else None
-
-
-def attend(name: str, x: cases.Inputs):
-    out, lse = backend(name, x.lower is not None)(x.q, x.k, x.v, x.upper, x.lower, x.scale)
-    return np.asarray(out), np.asarray(lse)
 
 
 def _name(case: Case) -> str:
@@ -82,6 +48,30 @@ def test_tolerances_notice_one_slot(case: Case):
     short = cases.answer(dataclasses.replace(x, upper=x.upper - 1))
     with pytest.raises(AssertionError):
         cases.check(tuple(a.astype(np.float32) for a in short), cases.answer(x), case.dtype)
+
+
+@pytest.mark.parametrize("case", [c for c in CHAINS if c.R > c.stair], ids=_name)
+def test_tolerances_notice_a_missing_stair(case: Case):
+    """The table itself: an answer whose later rows see no more than the first fails the check."""
+    x = cases.inputs(case, k_junk=0.0, v_junk=0.0)
+    flat = cases.answer(dataclasses.replace(x, stair=0))
+    with pytest.raises(AssertionError):
+        cases.check(tuple(a.astype(np.float32) for a in flat), cases.answer(x), case.dtype)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    upper=st.integers(-3, 50), stair=st.integers(0, 9), R=st.integers(1, 90), rows=st.sampled_from([8, 16, 64]),
+    S=st.integers(1, 60),
+)  # fmt: skip
+def test_bounds_of_row_blocks(upper: int, stair: int, R: int, rows: int, S: int):
+    """`sure` and `reach` are the tightest bounds of what the rows of each block see."""
+    mask = cases.visible(np.array([upper]), None, R, S, stair)[0]
+    sure, reach = bounds.of_row_blocks(jnp.array([upper], jnp.int32), stair, R=R, rows=rows, S=S)
+    assert sure.shape == reach.shape == (1, -(-R // rows))
+    for block, (low, high) in enumerate(zip(np.maximum(sure[0], 0), np.maximum(reach[0], 0), strict=True)):
+        here = mask[block * rows : (block + 1) * rows]
+        assert low == here.all(axis=0).sum() and high == here.any(axis=0).sum()
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -124,12 +114,16 @@ def test_tpu_tiles_rows():
 
 
 @pytest.mark.skipif(not has_gpu_interpreter, reason=NO_GPU_INTERPRETER)
+@pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
-def test_gpu_splits_agree(splits: int):
-    """However the slots are cut, empty ranges included, the merged answer is the same."""
-    x = cases.inputs(Case("", (150,), K=1, R=5, S=320, dtype="bfloat16"), k_junk=np.nan, v_junk=np.nan)
-    run = functools.partial(gpu.block_attention, splits=splits, interpret=_gpu_interpreter(), scale=x.scale)
-    got = jax.jit(run)(x.q, x.k, x.v, x.upper)
+def test_gpu_splits_agree(splits: int, window: int):
+    """However the tiles are dealt out, empty shares included, the merged answer is right."""
+    case = Case("", (250,), K=1, R=70, S=328, dtype="bfloat16", window=window, stair=3)
+    x = cases.inputs(case, k_junk=np.nan, v_junk=np.nan)
+    run = functools.partial(
+        gpu.block_attention, splits=splits, interpret=gpu_interpreter(), scale=x.scale, stair=3
+    )
+    got = jax.jit(run)(x.q, x.k, x.v, x.upper, x.lower)
     cases.check(tuple(map(np.asarray, got)), cases.answer(x), "bfloat16")
 
 
@@ -142,25 +136,10 @@ def test_fuzz(name: str, data):
     K, R, S = shape
     upper = tuple(data.draw(st.lists(st.integers(0, S), min_size=2, max_size=2)))
     window = data.draw(st.sampled_from([0, 1, 3, 60, 400]))
-    case = Case("fuzz", upper, K=K, R=R, S=S, H=32, window=window)
+    stair = data.draw(st.sampled_from([0, 1, 3]))
+    case = Case("fuzz", upper, K=K, R=R, S=S, H=32, window=window, stair=stair)
     x = cases.inputs(case, k_junk=JUNK[name][0], v_junk=JUNK[name][1], seed=data.draw(st.integers(0, 99)))
     cases.check(attend(name, x), cases.answer(x), case.dtype)
-
-
-def test_supported_says_why():
-    """On a CPU both kernels refuse with a sentence and XLA takes over; naming a kernel is an error."""
-    x = cases.inputs(Case("", (7,)), k_junk=0.0, v_junk=0.0)
-    reasons = dispatch.supported(x.q, x.k)
-    assert list(reasons) == ["tpu", "gpu", "xla"] and reasons["xla"] is None
-    if jax.default_backend() != "cpu":
-        pytest.skip("the rest is about a machine with no accelerator")
-    assert reasons["tpu"] == "it runs on tpu devices, and the device is a cpu"
-    with pytest.raises(dispatch.UnsupportedError, match="'tpu': it runs on tpu devices"):
-        dispatch.block_attention(x.q, x.k, x.v, x.upper, scale=1.0, backend="tpu")
-    with pytest.raises(ValueError, match="unknown block_attention backend 'cudnn'; known: tpu, gpu, xla"):
-        dispatch.block_attention(x.q, x.k, x.v, x.upper, scale=1.0, backend="cudnn")
-    got = dispatch.block_attention(*map(jnp.asarray, (x.q, x.k, x.v, x.upper)), scale=x.scale)
-    cases.check(tuple(map(np.asarray, got)), cases.answer(x), "float32")
 
 
 @pytest.mark.parametrize(
@@ -186,53 +165,32 @@ def test_is_supported(module, dtype, H, platform, kind, words):
     assert reason is None if words is None else words in reason
 
 
+@pytest.mark.parametrize("stair", [0, 4])
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize(
     ("platform", "kind", "cores"), [("tpu", "TPU v6 lite", 1), ("gpu", "NVIDIA H200", 132)]
 )
-def test_kernel_lowers_without_the_device(platform: str, kind: str, cores: int, windowed: bool):
-    """Traced for a described device, the dispatcher picks its kernel and Pallas accepts it (no compiler needed)."""
+def test_kernel_lowers_without_the_device(platform: str, kind: str, cores: int, windowed: bool, stair: int):
+    """Traced for a described device, its kernel is chosen and Pallas accepts it (no compiler needed)."""
     described = jax.sharding.AbstractDevice(kind, cores, platform)
     mesh = jax.sharding.AbstractMesh((1,), ("model",), abstract_device=described)
     q = jax.ShapeDtypeStruct((1, 8, 64, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 8, 1024, 128), jnp.bfloat16)
-    bounds = [jax.ShapeDtypeStruct(s, jnp.int32) for s in [(1,)] + [(1, 64)] * windowed]
+    limits = [jax.ShapeDtypeStruct(s, jnp.int32) for s in [(1,)] + [(1, 64)] * windowed]
     call = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu_v2"}[platform]
+    backend = Choice(platform, kind).backend(q, k)
+    assert backend.name == platform
     with jax.sharding.use_abstract_mesh(mesh):
-        run = jax.jit(lambda *a: dispatch.block_attention(*a, scale=0.1))
         exported = jax.export.export(
-            run,
+            jax.jit(functools.partial(backend.run, scale=0.1, stair=stair)),
             platforms=["tpu" if platform == "tpu" else "cuda"],
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(call)],
-        )(q, k, k, *bounds)
+        )(q, k, k, *limits)
     assert exported.mlir_module().count(f"@{call}") == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": (1, 2, 64, 16)}, "k has shape"),
-        ({"v": (1, 2, 32, 32)}, "v has shape"),
-        ({"upper": (2,)}, "upper has shape"),
-        ({"lower": (1, 3)}, "lower has shape"),
-        ({"q": (2, 8, 32)}, r"takes q \[B,K,R,H\]"),
-        ({"q": (1, 2, 0, 32)}, "at least one row"),
-    ],
-)
-def test_bad_shapes_are_named(change, message):
-    shapes = {"q": (1, 2, 8, 32), "k": (1, 2, 64, 32), "v": (1, 2, 64, 32), "upper": (1,)} | change
-    arrays = {
-        n: jnp.zeros(s, jnp.int32 if n in ("upper", "lower") else jnp.float32) for n, s in shapes.items()
-    }
-    with pytest.raises(ValueError, match=message):
-        dispatch.block_attention(**arrays, scale=1.0)
-
-
-def test_bad_dtypes_are_named():
-    q, k = jnp.zeros((1, 1, 4, 32)), jnp.zeros((1, 1, 64, 32), jnp.bfloat16)
-    with pytest.raises(ValueError, match="one dtype"):
-        dispatch.block_attention(q, k, k, jnp.zeros(1, jnp.int32), scale=1.0)
-    with pytest.raises(ValueError, match="upper must be integer"):
-        dispatch.block_attention(q, k.astype(q.dtype), k.astype(q.dtype), jnp.zeros(1), scale=1.0)
+def test_gpu_refuses_what_it_cannot_multiply():
+    """Called past its `is_supported`, the GPU kernel says why instead of failing inside Pallas."""
+    q, k = jnp.zeros((1, 1, 4, 32)), jnp.zeros((1, 1, 64, 32))
     with pytest.raises(NotImplementedError, match="not float32"):
-        gpu.block_attention(q, k.astype(q.dtype), k.astype(q.dtype), jnp.zeros(1, jnp.int32), scale=1.0)
+        gpu.block_attention(q, k, k, jnp.zeros(1, jnp.int32), scale=1.0)

@@ -1,8 +1,10 @@
 """`block_attention` as a Mosaic GPU kernel for Hopper: bulk tensor copies feed warpgroup matrix products.
 
-One warpgroup per program, 64 rows each. The slots are cut into `splits` ranges of whole tiles so that a
-long cache with few heads still fills the chip; each range yields its own (out, lse), and the ranges
-merge by log-sum-exp in XLA. A range is cut from the filled part, so empty cache costs nothing.
+One warpgroup per program, 64 rows each. The tiles of slots are dealt out to `splits` shares (tile n to share
+n mod splits), so that a long cache with few heads still fills the chip; each share yields its own (out, lse),
+and they merge by log-sum-exp in XLA. Only tiles that some row sees are read, so empty cache costs nothing, and
+the shares are level however much is filled. Who sums a slot depends on the slot alone, never on how far the rows
+see: a token's bits are the same from any row of any block.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.block_attention import bounds
+
 ROWS = 64  # rows of one warpgroup product
 TILE = 64  # slots per step
 # Tiles of k and of v in flight. Shared memory then holds two programs, which hide each other's waits.
 STAGES = 2
 PROGRAMS = 2 * 132  # what an H100 or H200 runs at once: slots are split until there are about this many
-# Fewest tiles worth a range of their own: each range writes its rows in float32, and they are read again.
+# Fewest tiles worth a share of their own: each share writes its rows in float32, and they are read again.
 SPLIT_TILES = 4
 _LOWEST = -1e30  # finite, so that the difference of two of them is 0, not NaN
 _LOG2E = math.log2(math.e)
@@ -65,13 +69,15 @@ def block_attention(
     lower: jax.Array | None = None,
     *,
     scale: float,
+    stair: int = 0,
     splits: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `ref.block_attention`; unused slots of k and v may hold anything, NaN included.
 
     q: [B,K,R,H], k and v: [B,K,S,H], upper: [B] int32, lower: [B,R] int32 or None; bfloat16 or float16.
-    Returns out [B,K,R,H] float32 and lse [B,K,R] float32. `interpret`: plgpu.InterpretGPUParams (jax 0.11+).
+    scale is positive. Returns out [B,K,R,H] float32 and lse [B,K,R] float32. `splits` is the number of shares
+    (default: enough to fill the chip); `interpret`: plgpu.InterpretGPUParams (jax 0.11+).
     """
     reason = _shape_reason(q, k)
     if reason is not None:
@@ -86,6 +92,7 @@ def block_attention(
         splits = max(1, min(S // (TILE * SPLIT_TILES), PROGRAMS // (B * K * blocks)))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0)))
     operands = [q, k, v, jnp.minimum(upper, S).astype(jnp.int32)]
+    operands += bounds.of_row_blocks(upper, stair, R=R, rows=ROWS, S=S)
     if lower is not None:
         lower = jnp.pad(jnp.maximum(lower, 0).astype(jnp.int32), ((0, 0), (0, pad)), mode="edge")
         operands += [jnp.min(lower.reshape(B, blocks, ROWS), axis=2), lower]
@@ -106,7 +113,7 @@ def block_attention(
     if interpret is not None:  # the interpreter has no product with its left operand in registers
         scratch["weights_smem"] = plgpu.SMEM((ROWS, TILE), q.dtype, transforms=_tiling(q.dtype, TILE))
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, scale=scale * _LOG2E, slots=k.shape[2], splits=splits),
+        functools.partial(_kernel, scale=scale * _LOG2E, stair=stair, slots=k.shape[2], splits=splits),
         out_type=(
             jax.ShapeDtypeStruct((splits, B, K, blocks * ROWS, H), jnp.float32),
             jax.ShapeDtypeStruct((splits, B, K, blocks * ROWS), jnp.float32),
@@ -129,7 +136,7 @@ def _tiling(dtype: jnp.dtype, H: int) -> tuple[plgpu.TilingTransform, plgpu.Swiz
 
 
 def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Joins ranges of slots: out [splits,B,K,R,H], lse [splits,B,K,R] -> out [B,K,R,H], lse [B,K,R]."""
+    """Joins the shares: out [splits,B,K,R,H], lse [splits,B,K,R] -> out [B,K,R,H], lse [B,K,R]."""
     if lse.shape[0] == 1:
         return out[0], lse[0]
     top = jnp.max(lse, axis=0)
@@ -143,9 +150,12 @@ def _kernel(
     q_ref,  # [B, K, blocks * 64, H]
     k_ref,  # [B, K, slots, H]
     v_ref,  # [B, K, slots, H]
-    upper_ref,  # [B] int32
+    upper_ref,  # [B] int32: the bound of row 0
+    sure_ref,  # [B, blocks] int32: every row of the block sees the slots before it
+    reach_ref,  # [B, blocks] int32: none sees a slot from here on
     *refs,  # windowed: first [B, blocks] int32, lower [B, blocks * 64]; out [splits, B, K, ...], lse
     scale: float,  # times log2 e: the softmax is computed in powers of two
+    stair: int,
     slots: int,
     splits: int,
     q_smem,
@@ -169,17 +179,20 @@ def _kernel(
     H = q_smem.shape[-1]
     row_layout, layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 
-    upper = upper_ref[batch]
+    upper, sure, reach = upper_ref[batch], sure_ref[batch, block], reach_ref[batch, block]
     first = first_ref[batch, block] if windowed else jnp.int32(0)
     low = lax.div(first, jnp.int32(TILE))
-    high = lax.div(upper + (TILE - 1), jnp.int32(TILE))
-    share = lax.div(jnp.maximum(high - low, 0) + (splits - 1), jnp.int32(splits))
-    begin = low + split * share
-    steps = jnp.maximum(jnp.minimum(begin + share, high) - begin, 0)
+    begin = low + lax.rem(split + splits - lax.rem(low, jnp.int32(splits)), jnp.int32(splits))
+
+    def count(tiles):
+        """How many of the tiles before number `tiles` are this share's."""
+        return lax.div(jnp.maximum(tiles - begin, 0) + (splits - 1), jnp.int32(splits))
+
+    steps = count(lax.div(reach + (TILE - 1), jnp.int32(TILE)))
 
     def place(step):
         """Where the tile is read: a tile that would reach over the end of the cache starts earlier."""
-        return jnp.minimum((begin + step) * TILE, slots - TILE)
+        return jnp.minimum((begin + step * splits) * TILE, slots - TILE)
 
     def fetch(ref, smem, ready, step):
         slot = lax.rem(step, jnp.int32(STAGES))
@@ -204,7 +217,7 @@ def _kernel(
         acc, top, total = carry
         stage = lax.rem(n, jnp.int32(STAGES))
         start = place(n)
-        fresh = (begin + n) * TILE  # slots before it, if any were read, belong to the previous tile
+        fresh = (begin + n * splits) * TILE  # slots before it, if any were read, belong to the previous tile
 
         plgpu.barrier_wait(k_ready.at[stage])
 
@@ -212,7 +225,7 @@ def _kernel(
             plgpu.wgmma(acc_ref, q_smem, k_smem.at[stage].transpose((1, 0)))
             return acc_ref[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC((ROWS, TILE), jnp.float32)) * scale
+        scores = pl.run_scoped(product, plgpu.ACC((ROWS, TILE), jnp.float32))
 
         @pl.when(n + STAGES < steps)
         def _next_k():
@@ -220,13 +233,18 @@ def _kernel(
 
         if masked:
             slot = start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
-            visible = (slot < upper) & (slot >= fresh)
+            visible = (slot < reach) & (slot >= fresh)
+            if stair:  # slot < upper + row // stair, without the division
+                row = block * ROWS + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout)
+                visible = visible & ((slot - upper + 1) * stair <= row)
             if windowed:
                 visible = visible & (slot >= lax.broadcast_in_dim(lower, scores.shape, [0]))
             scores = jnp.where(visible, scores, _LOWEST)
         new_top = jnp.maximum(top, scores.max(axis=1))
-        keep = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+        # Scaled after the maximum is taken off: the compiler may then not fuse the two into one rounding in only
+        # one of the two loops, and a row's bits do not depend on which of them its tile took.
+        keep = jnp.exp2((top - new_top) * scale)
+        weights = jnp.exp2((scores - lax.broadcast_in_dim(new_top, scores.shape, [0])) * scale)
         if masked:
             weights = jnp.where(visible, weights, 0.0)
         total = total * keep + weights.sum(axis=1)
@@ -234,10 +252,10 @@ def _kernel(
         plgpu.barrier_wait(v_ready.at[stage])
         if masked:
             # Slots no row sees may hold NaN, which a weight of 0 would not silence.
-            @pl.when((start + TILE > upper) | (start < first))
+            @pl.when((start + TILE > reach) | (start < first))
             def _clear():
-                row = start + plgpu.broadcasted_iota(jnp.int32, (TILE, H), 0, layout=layout)
-                seen = (row < upper) & (row >= first)
+                slot = start + plgpu.broadcasted_iota(jnp.int32, (TILE, H), 0, layout=layout)
+                seen = (slot < reach) & (slot >= first)
                 held = plgpu.layout_cast(v_smem[stage], layout)
                 v_smem[stage] = jnp.where(seen, held, jnp.zeros_like(held))
                 plgpu.commit_smem()
@@ -266,16 +284,15 @@ def _kernel(
         plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), row_layout),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout),
     )
-    # Only the last tile of the filled part can hold a slot that is not visible, unless there are windows.
-    whole = jnp.int32(0) if windowed else jnp.minimum(steps, lax.div(upper, jnp.int32(TILE)) - begin)
-    whole = jnp.maximum(whole, 0)
+    # The tiles before `sure` hold nothing to mask, unless there are windows.
+    whole = jnp.int32(0) if windowed else count(lax.div(sure, jnp.int32(TILE)))
     carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
     acc, top, total = lax.fori_loop(whole, steps, functools.partial(step, masked=True), carry)
 
     some = total > 0.0
     safe = jnp.where(some, total, 1.0)
     out_smem[...] = acc / lax.broadcast_in_dim(safe, acc.shape, [0])
-    lse_smem[...] = jnp.where(some, top * (1.0 / _LOG2E) + jnp.log(safe), -jnp.inf)
+    lse_smem[...] = jnp.where(some, top * (scale / _LOG2E) + jnp.log(safe), -jnp.inf)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, out_ref.at[split, batch, head, rows])
     plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, batch, head, rows])

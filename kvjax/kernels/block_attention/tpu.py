@@ -1,8 +1,8 @@
 """`block_attention` as a Mosaic TPU kernel: one pass over the filled part of the cache.
 
-Grid (B, K, row blocks, slot tiles), slot tiles innermost. `upper` and the window bounds are prefetched
-scalars, so the index map of k and v stops advancing after the last filled tile: a tile that repeats is
-not fetched again, and its step does nothing. A windowed call starts at the first tile its rows see.
+Grid (B, K, row blocks, slot tiles), slot tiles innermost. The bounds of each row block are prefetched
+scalars, so the index map of k and v stops advancing after the last tile a row of the block sees: a tile that
+repeats is not fetched again, and its step does nothing. A windowed call starts at the first tile its rows see.
 Per row block the running maximum, sum and weighted values stay in VMEM (online softmax, float32).
 """
 
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.kernels.block_attention import bounds
 
 LANES = 128
 ROW_BLOCK = 512
@@ -51,14 +53,15 @@ def block_attention(
     lower: jax.Array | None = None,
     *,
     scale: float,
+    stair: int = 0,
     slot_tile: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `ref.block_attention`; unused slots of k and v may hold anything, NaN included.
 
     q: [B,K,R,H], k and v: [B,K,S,H], upper: [B] int32, lower: [B,R] int32 or None; float32 or bfloat16.
-    Returns out [B,K,R,H] float32 and lse [B,K,R] float32. `slot_tile` is the number of slots per step
-    (default 1024, or 512 for wide row blocks); `interpret=True` runs on any backend, slowly.
+    scale is positive. Returns out [B,K,R,H] float32 and lse [B,K,R] float32. `slot_tile` is the number of
+    slots per step (default 1024, or 512 for wide row blocks); `interpret=True` runs on any backend, slowly.
     """
     B, K, R, H = q.shape
     S = k.shape[2]
@@ -71,10 +74,12 @@ def block_attention(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0)))
     lower = jnp.pad(jnp.maximum(lower, 0).astype(jnp.int32), ((0, 0), (0, pad)), mode="edge")
     per_block = lower.reshape(B * blocks, rows)
+    sure, reach = bounds.of_row_blocks(upper, stair, R=R, rows=rows, S=S)
 
-    def kv_index(b, h, i, j, upper_ref, first_ref, last_ref):
-        filled = jnp.maximum(pl.cdiv(upper_ref[b], tile) - 1, 0)
-        return b, h, jnp.minimum(first_ref[b * blocks + i] // tile + j, filled), 0
+    def kv_index(b, h, i, j, upper_ref, sure_ref, reach_ref, first_ref, last_ref):
+        block = b * blocks + i
+        end = jnp.maximum(pl.cdiv(reach_ref[block], tile) - 1, 0)
+        return b, h, jnp.minimum(first_ref[block] // tile + j, end), 0
 
     def row_index(b, h, i, j, *scalars):
         return b, h, i, 0
@@ -91,14 +96,20 @@ def block_attention(
     varying = _varying(*operands, upper)
     out, lse = pl.pallas_call(
         functools.partial(
-            _kernel, scale=scale, tile=tile, blocks=blocks, windowed=windowed, precision=_precision(q.dtype)
+            _kernel,
+            scale=scale,
+            stair=stair,
+            tile=tile,
+            blocks=blocks,
+            windowed=windowed,
+            precision=_precision(q.dtype),
         ),
         out_shape=(
             jax.ShapeDtypeStruct((B, K, rows * blocks, H), jnp.float32, **varying),
             jax.ShapeDtypeStruct((B, K, 1, rows * blocks), jnp.float32, **varying),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=5,
             grid=(B, K, blocks, pl.cdiv(S, tile)),
             in_specs=in_specs,
             out_specs=(
@@ -119,6 +130,8 @@ def block_attention(
         name="block_attention",
     )(
         jnp.minimum(upper, S).astype(jnp.int32),
+        sure.reshape(-1),
+        reach.reshape(-1),
         jnp.min(per_block, axis=1),
         jnp.max(per_block, axis=1),
         *operands,
@@ -158,7 +171,9 @@ def _varying(*arrays: jax.Array) -> dict[str, jax.sharding.ManualAxisType]:
 
 
 def _kernel(
-    upper_ref,  # [B] int32, scalar memory
+    upper_ref,  # [B] int32, scalar memory: the bound of row 0
+    sure_ref,  # [B * blocks] int32: every row of the block sees the slots before it
+    reach_ref,  # [B * blocks] int32: none sees a slot from here on
     first_ref,  # [B * blocks] int32: smallest `lower` of the block's rows
     last_ref,  # [B * blocks] int32: largest
     q_ref,  # [1, 1, rows, H]
@@ -166,6 +181,7 @@ def _kernel(
     v_ref,  # [1, 1, tile, H]
     *refs: Any,  # windowed: lower [1, rows, 1]; out [1, 1, rows, H], lse [1, 1, 1, rows]; top, total, acc
     scale: float,
+    stair: int,
     tile: int,
     blocks: int,
     windowed: bool,
@@ -174,8 +190,9 @@ def _kernel(
     lower_ref = refs[0] if windowed else None
     out_ref, lse_ref, top_ref, total_ref, acc_ref = refs[windowed:]
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    upper = upper_ref[b]
-    first, last = first_ref[b * blocks + i], last_ref[b * blocks + i]
+    block = b * blocks + i
+    upper, sure, reach = upper_ref[b], sure_ref[block], reach_ref[block]
+    first, last = first_ref[block], last_ref[block]
     start = (first // tile + j) * tile
 
     @pl.when(j == 0)
@@ -186,7 +203,9 @@ def _kernel(
 
     def step(masked: bool):
         v = v_ref[0, 0]
-        scores = scale * lax.dot_general(
+        # Scaled after the maximum is taken off: a compiler may then not fuse the two into one rounding in one of
+        # the two variants of this step only, and a row's bits do not depend on which of them its tile took.
+        scores = lax.dot_general(
             q_ref[0, 0],
             k_ref[0, 0],
             (((1,), (1,)), ((), ())),
@@ -195,20 +214,24 @@ def _kernel(
         )
         if masked:
             slot = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            visible = slot < upper
+            visible = slot < reach
+            if stair:  # slot < upper + row // stair, without the division
+                ahead = start - upper + 1 + lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+                row = i * scores.shape[0] + lax.broadcasted_iota(jnp.int32, (scores.shape[0], 1), 0)
+                visible = visible & (ahead * stair <= row)
             if lower_ref is not None:
                 visible = visible & (slot >= lower_ref[0])
             scores = jnp.where(visible, scores, _LOWEST)
             # Slots no row sees may hold NaN, which a weight of 0 would not silence.
-            row = start + lax.broadcasted_iota(jnp.int32, v.shape, 0)
-            seen = (row < upper) & (row >= first)
+            slot = start + lax.broadcasted_iota(jnp.int32, v.shape, 0)
+            seen = (slot < reach) & (slot >= first)
             v = jnp.where(seen, v.astype(jnp.float32), 0.0).astype(v.dtype)
         old = top_ref[:, :1]
         top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp(scores - top)
+        weights = jnp.exp(scale * (scores - top))
         if masked:
             weights = jnp.where(visible, weights, 0.0)
-        keep = jnp.exp(old - top)
+        keep = jnp.exp(scale * (old - top))
         total = keep * total_ref[:, :1] + jnp.sum(weights, axis=1, keepdims=True)
         top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
         total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
@@ -220,8 +243,8 @@ def _kernel(
             preferred_element_type=jnp.float32,
         )
 
-    live = start < upper
-    edge = (start + tile > upper) | (start < last)
+    live = start < reach
+    edge = (start + tile > sure) | (start < last)
     pl.when(live & edge)(functools.partial(step, True))
     pl.when(live & ~edge)(functools.partial(step, False))
 
@@ -230,5 +253,5 @@ def _kernel(
         total = total_ref[...]
         some = total > 0.0
         out_ref[0, 0] = acc_ref[...] / jnp.where(some[:, :1], total[:, :1], 1.0)
-        lse = jnp.where(some, top_ref[...] + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+        lse = jnp.where(some, scale * top_ref[...] + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
         lse_ref[0, 0] = lse.T[:1]
