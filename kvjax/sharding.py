@@ -31,6 +31,8 @@ class MeshError(ValueError):
 def make_mesh(data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
     """A (`data`, `model`) mesh of explicit axes over the first data * model devices."""
     devices = list(jax.devices() if devices is None else devices)
+    if data < 1 or model < 1:
+        raise MeshError(f"mesh {data}x{model}: both axes need at least one device")
     if data * model > len(devices):
         raise MeshError(f"mesh {data}x{model} needs {data * model} devices, {len(devices)} are present")
     return jax.make_mesh(
@@ -52,12 +54,15 @@ class Rules:
         """Rules of `config` on `mesh` (axes named `data` and `model`).
 
         Raises:
-          MeshError: unknown mesh axes, or F or V does not divide by the `model` axis.
+          MeshError: unknown or implicit mesh axes, or F or V does not divide by the `model` axis.
         """
         if mesh is None:
             return cls(None, config.num_kv_heads, tuple((name, None) for name in LOGICAL))
         if set(mesh.axis_names) != {"data", "model"}:
             raise MeshError(f"mesh axes are {mesh.axis_names}; they must be ('data', 'model')")
+        if any(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+            kinds = ", ".join(str(kind) for kind in mesh.axis_types)
+            raise MeshError(f"mesh axes must be explicit, these are {kinds}; kvjax.make_mesh makes such a mesh")
         m = mesh.shape["model"]
         for name, size in (("intermediate (F)", config.intermediate), ("vocab (V)", config.vocab)):
             if size % m:
