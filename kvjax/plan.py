@@ -195,7 +195,8 @@ def plan(
         raise ValueError(f"context {context} exceeds the {most} positions {model} was made for")
     size = -(-context // chunk) * chunk
     check_room(size=size, length=1, rows=width)
-    rules = Rules.create(config, jax.sharding.AbstractMesh(shape, ("data", "model")))
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    rules = Rules.create(config, jax.sharding.AbstractMesh(shape, ("data", "model"), explicit))
     layout, each = layout_of(rules), _BYTES[dtype]
     steps = []
     for name, rows in (("prefill", chunk), ("round", width)):
