@@ -113,7 +113,7 @@ def test_ids_beyond_the_limit_are_never_drawn() -> None:
     logits[..., 20:] += 50
     pos = np.arange(B * W, dtype=np.int32).reshape(B, W)
     for greedy, sort in ((True, False), (False, True), (False, False)):
-        sampling = Sampling.create(B, temperature=0.0 if greedy else [0.2, 1.0, 5.0, 100.0], top_k=3 if sort else 0)
+        sampling = Sampling.create(B, temperature=0.0 if greedy else [0.2, 0.7, 1.0, 2.0], top_k=3 if sort else 0)
         limited = SamplerProgram(greedy, sort, limit=20)
         assert (np.asarray(draw(logits, pos, sampling, program=limited)) < 20).all()
         free = SamplerProgram(greedy, sort)

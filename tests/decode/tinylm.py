@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.config import ModelConfig, RopeConfig
@@ -61,3 +63,14 @@ def language_model(seed: int = 0, dtype: str = "float32", **changes: Any) -> LM:
     """A bundle without a tokenizer."""
     model = build(config(**changes), dtype=dtype)
     return LM(model, weights(model, seed), None, model.config, f"tiny-{seed}")
+
+
+def one_shot(lm: LM, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] of a single call without a cache: what every way of decoding is held against."""
+    return np.asarray(_one_shot(lm.model, lm.params, np.asarray(tokens, np.int32)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _one_shot(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
+    pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return model.forward(params, tokens, pos).logits
