@@ -25,8 +25,14 @@ import jax
 from kvjax import topology
 from kvjax.config import ModelConfig, RopeConfig
 
-# What the child needs: JAX itself must start nothing but the CPU, and libtpu must not look for its machine.
-_SURROUNDINGS = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+# What the child needs: JAX itself must start nothing but the CPU; libtpu must not look for its machine, nor claim
+# it for one process (it will use no chip, and a program that does may be running).
+_SURROUNDINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
 
 
 class CompileError(RuntimeError):
