@@ -75,6 +75,20 @@ class MeshShape(click.ParamType):
         return int(data), int(model)
 
 
+class Numbers(click.ParamType):
+    """Integers with commas between them."""
+
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers, for example 2,4,8", param, ctx)
+
+
 def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that loads a model."""
     for option in reversed(
@@ -256,6 +270,48 @@ def plan(model: str, target: str, ledger: bool, revision: str | None, as_json: b
     name, config = planning.find(model, revision)
     answer = planning.plan(config, target, model=name, compile=not ledger, **options)
     click.echo(json.dumps(answer.to_json()) if as_json else answer.to_text())
+
+
+@main.command()
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option("--prompts", "count", default=24, help="Prompts, each answered greedily and sampled.")
+@click.option("--tokens", default=32, help="Tokens of an answer.")
+@click.option(
+    "--widths", type=Numbers(), default="2,4,8,16", help="Widths that are compared with plain decoding."
+)
+@click.option("--samples", default=256, help="Draws per prompt and setting, for claim (a).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@loading_options
+def check(
+    models: tuple[str, ...],
+    as_json: bool,
+    dtype: str | None,
+    mesh: tuple[int, int] | None,
+    revision: str | None,
+    compile_cache: Path | None,
+    no_compile_cache: bool,
+    **options: Any,
+) -> None:
+    """Prove on each MODEL that drafting changes nothing.
+
+    (a) The accept rule emits the model's own distribution. (b) Inside one program tokens are the same whatever the
+    drafts, rows and slots. (c) Between programs every difference is a near-tie of the model, printed with its gap.
+    Exits 1 if any claim fails.
+    """
+    keep_programs(compile_cache, no_compile_cache)
+
+    from kvjax.check import Report
+    from kvjax.check import check as prove
+
+    found = []
+    for model in models:  # one at a time: only one has its weights in memory
+        lm = load_model(model, dtype=dtype, mesh=mesh, revision=revision)
+        found.append(prove(lm, progress=sys.stderr.isatty() and log.isEnabledFor(logging.INFO), **options))
+        del lm
+    report = Report(tuple(found))
+    click.echo(json.dumps(report.json()) if as_json else report.text())
+    if not report.ok:
+        raise click.exceptions.Exit(1)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

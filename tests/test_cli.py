@@ -150,6 +150,8 @@ def test_mesh_and_dtype():
         (["generate", MODEL, "x", "--draft", "./nowhere"], "nowhere"),
         (["generate", MODEL, "x", "--mesh", "8x8"], "64 devices"),
         (["pull", "unheard-of"], "unheard-of"),
+        (["check", MODEL, "--widths", "1,2"], "widths"),
+        (["check", MODEL, "--prompts", "0"], "prompts"),
         (["plan", "qwen3-8b", "--target", "abacus-9"], "abacus-9"),
         (["plan", "no/such/place/here", "--target", "v5e-8"], "no/such/place/here"),
     ],
@@ -172,6 +174,8 @@ def test_mistakes_are_one_line(arguments, named):
         (["generate", MODEL, "x", "--json", "--stream"], "--stream"),
         (["generate", MODEL, "x", "--logprobs"], "--json"),
         (["generate", MODEL, "x", "--compile-cache", "d", "--no-compile-cache"], "--no-compile-cache"),
+        (["check"], "MODEL"),
+        (["check", MODEL, "--widths", "2,x"], "2,x"),
         (["pull"], "--list"),
         (["pull", "x", "--list"], "--list"),
     ],
@@ -191,6 +195,17 @@ def test_debug_shows_the_traceback():
 def test_a_defect_is_not_dressed_up_as_a_mistake():
     assert not cli.expected(AssertionError("broken")) and not cli.expected(TypeError("broken"))
     assert cli.expected(ValueError("x")) and cli.expected(FileNotFoundError("x"))
+
+
+def test_check_on_a_tiny_model():
+    result = run(
+        "check", MODEL, "--prompts", "2", "--tokens", "4", "--widths", "2", "--samples", "16", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True and report["bars"] and all(bar["ok"] for bar in report["bars"])
+    (model,) = report["models"]
+    assert (model["model"], model["prompts"], model["widths"]) == (MODEL, 2, [2])
 
 
 def test_plan_without_weights_or_compiler():
