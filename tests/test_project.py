@@ -143,6 +143,14 @@ def test_help_does_not_start_jax():
     assert not modules & {"jax", "jaxlib", "numpy", "flax", "torch", "transformers", "serve"}
 
 
+def test_the_python_of_the_readme_runs(capsys):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert '"smollm2-135m-q4_1"' in code
+    tiny = str(ROOT / "tests" / "golden" / "qwen3-tied")
+    exec(code.replace('"smollm2-135m-q4_1"', repr(tiny)), {})
+    assert re.search(r" (stop|length) \d+$", capsys.readouterr().out)
+
+
 def test_the_readme_opens_with_the_two_commands():
     commands = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     run, test = commands[:2]
