@@ -82,17 +82,24 @@ class Torch:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m-q4_1")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-torch", action="store_true", help="leave the comparison out")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    say = (lambda text: print(text, file=sys.stderr, flush=True)) if sys.stderr.isatty() else (lambda text: None)
+    say = (
+        (lambda text: print(text, file=sys.stderr, flush=True))
+        if sys.stderr.isatty()
+        else (lambda text: None)
+    )
 
     kvjax.compile_cache()
     lm = kvjax.load(args.model, dtype="float32")
-    report = Report("decode", {"model": lm.id, "cores": os.cpu_count(), "jax": jax.__version__, "repeats": args.repeats})
+    facts = {"model": lm.id, "cores": os.cpu_count(), "jax": jax.__version__, "repeats": args.repeats}
+    report = Report("decode", facts)
     peer = None
     if not args.no_torch:
         with tempfile.TemporaryDirectory() as directory:
@@ -131,7 +138,9 @@ def main() -> int:
     rounds = alternate(args.repeats, **{w: (lambda s=s: s.rounds(8)) for w, s in steppers.items()})
     for w, values in rounds.items():
         ratio = median([v / one for v, one in zip(values, rounds["1"])])
-        report.row("rounds by width, bucket 256", rows=int(w), ms=median(values), in_steps=ratio, n=len(values))
+        report.row(
+            "rounds by width, bucket 256", rows=int(w), ms=median(values), in_steps=ratio, n=len(values)
+        )
         if bound := {"4": 1.6, "8": 2.4, "16": 3.0}.get(w):
             report.bar(f"round of {w} rows in single-row steps", ratio, "<=", bound)
     where(report, lm, args.repeats)
@@ -197,7 +206,9 @@ def where(report: Report, lm: kvjax.LM, repeats: int) -> None:
     body = bytes_per_token(lm, 0) / 1e9 - head
     table = "where a single-row step goes, bucket 256"
     report.row(table, part="layers (all but the last MLP)", ms=layers, gb=body, gb_s=body / layers * 1e3)
-    report.row(table, part="head and last MLP", ms=both - layers, gb=head, gb_s=head / max(both - layers, 1e-9) * 1e3)
+    report.row(
+        table, part="head and last MLP", ms=both - layers, gb=head, gb_s=head / max(both - layers, 1e-9) * 1e3
+    )
     report.row(table, part="sampling, verification, state", ms=whole - both, gb=0.0, gb_s=0.0)
 
 

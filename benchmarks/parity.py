@@ -23,7 +23,9 @@ TIE = 5e-4  # of logits in float32: two programs may round a pair this close eit
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m-q4_1")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
@@ -38,7 +40,9 @@ def main() -> int:
     lm = kvjax.load(args.model, dtype="float32")
     with tempfile.TemporaryDirectory() as directory:
         kvjax.save_hf(lm, Path(directory) / "model", dtype="float32")
-        peer = transformers.AutoModelForCausalLM.from_pretrained(str(Path(directory) / "model"), dtype=torch.float32)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(
+            str(Path(directory) / "model"), dtype=torch.float32
+        )
     peer.eval()
     prompts = [list(ids) for ids in check_prompts(lm, args.prompts, 256)]
     facts = {"model": lm.id, "prompts": len(prompts), "tokens": args.tokens, "torch": torch.__version__,
@@ -62,7 +66,9 @@ def main() -> int:
                 logits = peer(torch.tensor([[*ids, *theirs[:at]]])).logits[0, -1]
             gap = float(logits[theirs[at]] - logits[answer.tokens[at]])
             explained += gap <= TIE
-            report.row("differences", prompt=i, position=at, ours=answer.tokens[at], theirs=theirs[at], gap=gap)
+            report.row(
+                "differences", prompt=i, position=at, ours=answer.tokens[at], theirs=theirs[at], gap=gap
+            )
     report.row("summary", prompts=len(prompts), identical=same, near_ties=explained)
     report.bar("prompts neither identical nor a near tie", len(prompts) - same - explained, "<=", 0)
     print(report.as_json() if args.json else report.as_text())

@@ -73,7 +73,9 @@ def child(*arguments: str) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m-q4_1")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--requests", type=int, default=50)
@@ -91,7 +93,8 @@ def main() -> int:
     from kvjax.checkpoints.pull import pull, registry
     from kvjax.report import Report
 
-    report = Report("start", {"model": args.model, "jax": jax.__version__, "kvjax": kvjax.__version__, "runs": args.runs})
+    facts = {"model": args.model, "jax": jax.__version__, "kvjax": kvjax.__version__, "runs": args.runs}
+    report = Report("start", facts)
     if args.model in registry():
         pull(args.model)  # the download is not part of a start
     for _ in range(args.runs):
@@ -103,7 +106,9 @@ def main() -> int:
     for kind in ("cold", "warm"):
         mine = sorted(r["total"] for r in rows if r["start"] == kind)
         report.facts[f"{kind} start, median"] = f"{mine[len(mine) // 2]:.2f} s"
-    report.bar("compilations of a warm start", max(r["compiles"] for r in rows if r["start"] == "warm"), "<=", 0)
+    report.bar(
+        "compilations of a warm start", max(r["compiles"] for r in rows if r["start"] == "warm"), "<=", 0
+    )
     found = child("--child", "session", args.model, str(args.requests))
     report.row("programs of a session", requests=found["requests"], programs=found["programs"],
                after_first=found["after each"][0], last_new_at=_last_growth(found["after each"]))  # fmt: skip

@@ -8,17 +8,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from kvjax.checkpoints.export import save_hf
-    from kvjax.checkpoints.load import load
-    from kvjax.checkpoints.pull import pull
-    from kvjax.compilation import compile_cache
-    from kvjax.decode.model import DraftModel
-    from kvjax.decode.ngram import Ngram
-    from kvjax.decode.sources import Junk, Oracle, Plain
-    from kvjax.lm import LM
-    from kvjax.models import Model, build
-    from kvjax.sharding import make_mesh
+if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ finds them
+    from kvjax.checkpoints.export import save_hf as save_hf
+    from kvjax.checkpoints.load import load as load
+    from kvjax.checkpoints.pull import pull as pull
+    from kvjax.compilation import compile_cache as compile_cache
+    from kvjax.decode.model import DraftModel as DraftModel
+    from kvjax.decode.ngram import Ngram as Ngram
+    from kvjax.decode.sources import Junk as Junk
+    from kvjax.decode.sources import Oracle as Oracle
+    from kvjax.decode.sources import Plain as Plain
+    from kvjax.lm import LM as LM
+    from kvjax.models import Model as Model
+    from kvjax.models import build as build
+    from kvjax.sharding import make_mesh as make_mesh
 
 __version__ = "0.1.0"
 

@@ -57,7 +57,9 @@ class MaskSpec:
             seen = seen & (pos[:, :, None] - pos[:, None, :] < window)
         return seen
 
-    def of_cache(self, pos: Int[Array, "B T"], filled: Int[Array, " B"], size: int, window: int | None) -> Bool[Array, "B T S"]:
+    def of_cache(
+        self, pos: Int[Array, "B T"], filled: Int[Array, " B"], size: int, window: int | None
+    ) -> Bool[Array, "B T S"]:
         """[B, T, S]: may query row i see cache slot s. The definition the kernels are tested against."""
         slot = jnp.arange(size)
         seen = jnp.broadcast_to(slot < filled[:, None, None], (*pos.shape, size))
@@ -98,7 +100,9 @@ class Choice:
         """
         named = [b for b in BACKENDS if self.name in (None, b.name)]
         if not named:
-            raise ValueError(f"unknown attention backend {self.name!r}; known: {', '.join(b.name for b in BACKENDS)}")
+            raise ValueError(
+                f"unknown attention backend {self.name!r}; known: {', '.join(b.name for b in BACKENDS)}"
+            )
         for backend in named:
             reason = backend.is_supported(q, k, platform=self.platform, device_kind=self.device_kind)
             if reason is None:
@@ -182,7 +186,9 @@ def _attend(q, k, v, view, pos, mask, *, window, choice):
         lower = None
         if window is not None:
             lower = jnp.repeat(jnp.maximum(pos - window + 1, 0), groups, axis=1).astype(jnp.int32)
-        past, lse = choice.backend(folded, view.k).run(folded, view.k, view.v, view.filled, lower, scale=scale)
+        past, lse = choice.backend(folded, view.k).run(
+            folded, view.k, view.v, view.filled, lower, scale=scale
+        )
         # Merge: weights of the two parts relative to the larger exponent; lse is -inf for an empty cache.
         high = jnp.maximum(top, lse)
         a, b = jnp.exp(top - high), jnp.exp(lse - high)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from kvjax.decode import loop
-from kvjax.decode.sampler import Sampling, SamplerProgram
+from kvjax.decode.sampler import SamplerProgram, Sampling
 from kvjax.decode.sources import Junk, Plain
 from kvjax.decode.state import DecodeState, DraftSource
 from kvjax.lm import LM
@@ -64,7 +64,9 @@ class Stepper:
         self.source = Plain() if self.width == 1 else Junk(width=self.width, vocab=self.lm.config.vocab)
         self.sampling = Sampling.create(1, max_new=self.size)
         self.program = SamplerProgram.of(self.sampling)
-        self.tokens = np.random.default_rng(0).integers(0, self.lm.config.vocab, (1, self.size)).astype(np.int32)
+        self.tokens = (
+            np.random.default_rng(0).integers(0, self.lm.config.vocab, (1, self.size)).astype(np.int32)
+        )
         self.length = np.asarray([self.context], np.int32)
         self.prefill()
         with model.rules.context():
@@ -75,7 +77,9 @@ class Stepper:
         model = self.lm.model
         with model.rules.context():
             began = time.perf_counter()
-            state = loop.start(model, self.source, self.program, (), self.tokens, self.length, np.zeros(1, bool))
+            state = loop.start(
+                model, self.source, self.program, (), self.tokens, self.length, np.zeros(1, bool)
+            )
             for i in range(-(-(self.context - 1) // self.chunk)):
                 state = loop.prefill(model, self.source, self.chunk, self.lm.params, (), state, np.int32(i))
             self.state = jax.block_until_ready(state)

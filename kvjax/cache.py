@@ -79,13 +79,16 @@ def empty(config: ModelConfig, rules: Rules, batch: int, size: int, dtype: jax.t
     """A cache of zeros (call inside jit). k, v: L x [batch, K', size, H] of `dtype`."""
     shape = (batch, rules.kv_heads, size, config.head_dim)
     rows = [
-        rules.reshard(jnp.zeros(shape, dtype), "batch", "kv_heads", None, None) for _ in range(2 * config.num_layers)
+        rules.reshard(jnp.zeros(shape, dtype), "batch", "kv_heads", None, None)
+        for _ in range(2 * config.num_layers)
     ]
     filled = rules.reshard(jnp.zeros((batch,), jnp.int32), "batch")
     return KVCache(tuple(rows[: config.num_layers]), tuple(rows[config.num_layers :]), filled)
 
 
-def write(slab: Float[Array, "B K S H"], new: Float[Array, "B K T H"], start: jax.Array) -> Float[Array, "B K S H"]:
+def write(
+    slab: Float[Array, "B K S H"], new: Float[Array, "B K T H"], start: jax.Array
+) -> Float[Array, "B K S H"]:
     """`new` in slots start..start+T-1 of `slab`; start: [] for all rows, or [B] int32. Nothing is checked."""
     new = new.astype(slab.dtype)
     if start.ndim == 0:
@@ -135,7 +138,14 @@ def commit(
     kv, row = rules.spec("batch", "kv_heads", None, None), rules.spec("batch")
     local = rules.local(
         put,
-        (kv, kv, kv, kv, row if start.ndim else rules.spec(), None if path is None else rules.spec("batch", None)),
+        (
+            kv,
+            kv,
+            kv,
+            kv,
+            row if start.ndim else rules.spec(),
+            None if path is None else rules.spec("batch", None),
+        ),
         (kv, kv),
     )
     k, v = local(cache.k, cache.v, tuple(k for k, _ in rows), tuple(v for _, v in rows), start, path)
@@ -149,4 +159,6 @@ def check_room(*, size: int, length: int, rows: int, what: str = "prompt") -> No
       CacheFull: naming the sizes.
     """
     if length + rows > size:
-        raise CacheFull(f"{what} of {length} tokens plus {rows} rows needs {length + rows} cache slots; size is {size}")
+        raise CacheFull(
+            f"{what} of {length} tokens plus {rows} rows needs {length + rows} cache slots; size is {size}"
+        )

@@ -7,7 +7,6 @@ configuration alone (see `kvjax.aot`), and sets beside them what the ledger says
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import sys
 import tomllib
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvjax.aot import Compiled
 from kvjax.cache import check_room
 from kvjax.config import ConfigError, ModelConfig
 from kvjax.cost import Cost, Layout, Memory
+from kvjax.resources import config_path
 from kvjax.sharding import MeshError, Rules
 
 CHUNK = 256  # what serving takes on accelerators
@@ -269,10 +269,5 @@ def find(source: str, revision: str | None = None) -> tuple[str, ModelConfig]:
 
 def configs() -> dict[str, str]:
     """TOML texts of the geometries under `configs/models`, by name."""
-    packaged = importlib.resources.files("kvjax").joinpath("configs", "models")
-    checkout = Path(__file__).parents[1] / "configs" / "models"
-    for place in (packaged, checkout):
-        if place.is_dir():
-            files = [file for file in place.iterdir() if file.name.endswith(".toml")]
-            return {file.name.removesuffix(".toml"): file.read_text("utf-8") for file in files}
-    raise ConfigError("the known geometries (configs/models) are not installed")
+    files = [file for file in config_path("models").iterdir() if file.name.endswith(".toml")]
+    return {file.name.removesuffix(".toml"): file.read_text("utf-8") for file in files}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+RELATIONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +25,15 @@ class Bar:
     def ok(self) -> bool:
         if math.isnan(self.value):
             return False
-        return {"<=": self.value <= self.bound, ">=": self.value >= self.bound, "==": self.value == self.bound}[self.relation]
+        return bool(RELATIONS[self.relation](self.value, self.bound))
 
     def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "value": self.value, "bound": f"{self.relation} {self.bound:g}", "ok": self.ok}
+        return {
+            "name": self.name,
+            "value": self.value,
+            "bound": f"{self.relation} {self.bound:g}",
+            "ok": self.ok,
+        }
 
 
 @dataclasses.dataclass
@@ -64,8 +72,8 @@ class Report:
         for name, rows in self.tables.items():
             lines += ["", name, *_columns(rows)]
         if self.bars:
-            marked = [{"": "ok" if b.ok else "MISSED", **{k: v for k, v in b.as_dict().items() if k != "ok"}} for b in self.bars]
-            lines += ["", "bars", *_columns(marked)]
+            dicts = (bar.as_dict() for bar in self.bars)
+            lines += ["", "bars", *_columns([{"": "ok" if d.pop("ok") else "MISSED", **d} for d in dicts])]
         return "\n".join(lines)
 
 

@@ -62,13 +62,16 @@ class Rules:
             raise MeshError(f"mesh axes are {mesh.axis_names}; they must be ('data', 'model')")
         if any(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
             kinds = ", ".join(str(kind) for kind in mesh.axis_types)
-            raise MeshError(f"mesh axes must be explicit, these are {kinds}; kvjax.make_mesh makes such a mesh")
+            raise MeshError(
+                f"mesh axes must be explicit, these are {kinds}; kvjax.make_mesh makes such a mesh"
+            )
         m = mesh.shape["model"]
         for name, size in (("intermediate (F)", config.intermediate), ("vocab (V)", config.vocab)):
             if size % m:
                 raise MeshError(f"{name} = {size} does not divide by the mesh's model axis, {m}")
         kv, heads = config.num_kv_heads, config.num_heads
-        stored, axis = kv, "model"
+        stored = kv
+        axis: str | None = "model"
         if kv % m:
             if m % kv == 0 and heads % m == 0:
                 stored = m
@@ -78,7 +81,9 @@ class Rules:
                     "attention is replicated: %d query and %d KV heads do not divide over a model axis of %d;"
                     " MLP and vocabulary stay sharded", heads, kv, m,
                 )  # fmt: skip
-        return cls(mesh, stored, (("batch", "data"), ("kv_heads", axis), ("ffn", "model"), ("vocab", "model")))
+        return cls(
+            mesh, stored, (("batch", "data"), ("kv_heads", axis), ("ffn", "model"), ("vocab", "model"))
+        )
 
     @property
     def data(self) -> int:

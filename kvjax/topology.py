@@ -10,12 +10,12 @@ TPU names count TensorCores for v5p (`v5p-16` has 8 chips) and chips for v5e and
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import importlib.util
-import pathlib
 
 import jax
 from jax.experimental import topologies
+
+from kvjax.resources import config_path
 
 
 class TopologyError(RuntimeError):
@@ -127,9 +127,4 @@ def devices(name: str) -> list[jax.Device]:
 
 def _specification(kind: str) -> str:
     """Reads `configs/targets/KIND.txtpb` from the installed package or from a source checkout."""
-    packaged = importlib.resources.files("kvjax").joinpath("configs", "targets", f"{kind}.txtpb")
-    checkout = pathlib.Path(__file__).parent.parent / "configs" / "targets" / f"{kind}.txtpb"
-    for place in (packaged, checkout):
-        if place.is_file():
-            return place.read_text()
-    raise TopologyError(f"the description of {kind} (configs/targets/{kind}.txtpb) is not installed")
+    return config_path(f"targets/{kind}.txtpb").read_text("utf-8")

@@ -109,8 +109,15 @@ class _Run:
     """One batch on its way through the three programs."""
 
     def __init__(
-        self, lm: LM, prompts: Any, *, draft: Any = None, draft_params: Any = (), width: int | None = None, **options: Any
-    ) -> None:  # fmt: skip
+        self,
+        lm: LM,
+        prompts: Any,
+        *,
+        draft: Any = None,
+        draft_params: Any = (),
+        width: int | None = None,
+        **options: Any,
+    ) -> None:
         began = time.perf_counter()
         self.lm = lm
         self.source, self.draft_params = _source(lm, draft, draft_params, width)
@@ -136,7 +143,16 @@ class _Run:
             while len(self.finished) < batch.count:
                 began = time.perf_counter()
                 state = loop.rounds(
-                    model, source, batch.program, params, drafting, state, batch.sampling, key, np.int32(every), cut
+                    model,
+                    source,
+                    batch.program,
+                    params,
+                    drafting,
+                    state,
+                    batch.sampling,
+                    key,
+                    np.int32(every),
+                    cut,
                 )
                 seen = _host(state, batch.program.logprobs)
                 self.timings["decode"] += time.perf_counter() - began
@@ -164,7 +180,8 @@ class _Run:
         scores = None
         if self.batch.logprobs[b]:
             scores = tuple(float(x) for x in seen["logprobs"][b, first : first + len(tokens)])
-        done = Generation(row.text, tuple(tokens), first, reason, int(seen["rounds"][b]), int(seen["accepted"][b]), scores)
+        rounds, accepted = int(seen["rounds"][b]), int(seen["accepted"][b])
+        done = Generation(row.text, tuple(tokens), first, reason, rounds, accepted, scores)
         self.finished[b] = done
         return Event(b, new, text, reason, done)
 
@@ -186,7 +203,11 @@ def _source(lm: LM, draft: Any, draft_params: Any, width: int | None) -> tuple[D
             raise ValueError(
                 f"draft model {draft.id} has a vocabulary of {draft.config.vocab}, {lm.id} one of {lm.config.vocab}"
             )
-        if lm.tokenizer is not None and draft.tokenizer is not None and lm.tokenizer.hash != draft.tokenizer.hash:
+        if (
+            lm.tokenizer is not None
+            and draft.tokenizer is not None
+            and lm.tokenizer.hash != draft.tokenizer.hash
+        ):
             raise ValueError(f"draft model {draft.id} and {lm.id} have different tokenizers")
         return DraftModel(draft.model, 4 if width is None else width), draft.params
     if draft is None:

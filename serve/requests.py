@@ -29,7 +29,9 @@ class Options(TypedDict, total=False):
     stop_ids: Sequence[int] | None  # default: the model's end-of-sequence ids
     logprobs: bool | Sequence[bool]  # *, raw log p of every emitted token
     thinking: bool | None  # the chat template's thinking switch, for templates that have one
-    draft: DraftSource | LM | None  # a draft source (`kvjax.Ngram(width=8)`) or a smaller model of the same vocabulary
+    draft: (
+        DraftSource | LM | None
+    )  # a draft source (`kvjax.Ngram(width=8)`) or a smaller model of the same vocabulary
     draft_params: Any  # arrays of a draft source that has some
     width: int | None  # rows of a round with a draft model (default 4): it drafts width - 1 tokens
     size: int | None  # cache slots per row; default: the next power of two
@@ -71,7 +73,9 @@ def tokenize(lm: LM, prompts: Any, thinking: bool | None) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         if (chat or isinstance(prompt, str)) and lm.tokenizer is None:
-            raise ValueError(f"prompt {i} is text, but {lm.id} was loaded without a tokenizer; give token ids")
+            raise ValueError(
+                f"prompt {i} is text, but {lm.id} was loaded without a tokenizer; give token ids"
+            )
         if chat:
             ids = lm.tokenizer.encode_chat(prompt, thinking=thinking)  # type: ignore[union-attr]
         elif isinstance(prompt, str):
@@ -84,7 +88,9 @@ def tokenize(lm: LM, prompts: Any, thinking: bool | None) -> list[list[int]]:
             raise ValueError(f"prompt {i} is empty: it has no tokens")
         for t in ids:
             if not 0 <= t < lm.config.vocab:
-                raise ValueError(f"prompt {i}: token id {t} is outside the vocabulary (0..{lm.config.vocab - 1})")
+                raise ValueError(
+                    f"prompt {i}: token id {t} is outside the vocabulary (0..{lm.config.vocab - 1})"
+                )
         rows.append(ids)
     return rows
 

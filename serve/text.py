@@ -43,7 +43,9 @@ class TextRow:
             while end and self.text[end - 1] == HALF:
                 end -= 1
             # The longest tail that begins a stop string might yet become one.
-            hold = max((k for s in self.stop for k in range(1, len(s)) if self.text[:end].endswith(s[:k])), default=0)
+            hold = max(
+                (k for s in self.stop for k in range(1, len(s)) if self.text[:end].endswith(s[:k])), default=0
+            )
             end -= hold
         new = self.text[self.shown : max(end, self.shown)]
         self.shown = max(end, self.shown)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvjax.lm import LM
+from kvjax.resources import config_path
 
-FILE = "configs/prompts/check.toml"
+FILE = "prompts/check.toml"
 
 
 class PromptError(ValueError):
@@ -24,12 +23,7 @@ def built_in() -> list[dict[str, str]]:
     Raises:
       PromptError: naming the file and entry.
     """
-    packaged = importlib.resources.files("kvjax").joinpath(*FILE.split("/"))
-    checkout = Path(__file__).parents[2] / FILE
-    for place in (packaged, checkout):
-        if place.is_file():
-            return parse(place.read_text("utf-8"), FILE)
-    raise PromptError(f"the built-in prompts ({FILE}) are not installed")
+    return parse(config_path(FILE).read_text("utf-8"), f"configs/{FILE}")
 
 
 def parse(text: str, source: str) -> list[dict[str, str]]:

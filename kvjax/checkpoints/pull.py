@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.resources
 import logging
 import re
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvjax.checkpoints.table import CheckpointError
+from kvjax.resources import config_path
 
 _log = logging.getLogger("kvjax")
 _CHUNK = 1 << 22
@@ -55,12 +55,7 @@ class Entry:
 @functools.cache
 def registry() -> Mapping[str, Entry]:
     """The named models of this installation (or of the source checkout)."""
-    packaged = importlib.resources.files("kvjax").joinpath("configs", "models.toml")
-    checkout = Path(__file__).parents[2] / "configs" / "models.toml"
-    for place in (packaged, checkout):
-        if place.is_file():
-            return parse(place.read_text("utf-8"), "configs/models.toml")
-    raise CheckpointError("the registry of named models (configs/models.toml) is not installed")
+    return parse(config_path("models.toml").read_text("utf-8"), "configs/models.toml")
 
 
 def parse(text: str, where: str) -> Mapping[str, Entry]:

@@ -67,6 +67,7 @@ def read_chunk(
     pos = _by_row(model, pos)
     count = jnp.clip(state.length - 1 - first, 0, chunk)
     out = model.forward(params, ids, pos, state.cache, MaskSpec(), taps=source.taps, logits=False, at=first)
+    assert out.cache is not None
     cache = commit(out.cache, None, count, rules=model.rules, at=first)
     rows = Commit(ids, count, pos, out.taps, at=first)
     return dataclasses.replace(state, cache=cache, draft=source.absorb(draft_params, state.draft, rows))
@@ -81,8 +82,11 @@ def one_round(
     view = View(_anchor(model, state), state.length - 1, state.tokens, state.cache, sampling, program, key)
     if isinstance(source, Stateless):
         own = jax.tree.map(lambda x: _by_row(model, x), draft_params)
-        seen = (own, view._replace(cache=None, program=None, key=None))  # type: ignore[arg-type]
-        draft = rules.local(lambda p, v: source.propose(p, (), v)[0].tokens, rules.rows(seen), rules.spec("batch", None))(*seen)
+        sight = (own, view._replace(cache=None, program=None, key=None))  # type: ignore[arg-type]
+        propose = rules.local(
+            lambda p, v: source.propose(p, (), v)[0].tokens, rules.rows(sight), rules.spec("batch", None)
+        )
+        draft = propose(*sight)
         draft_state = state.draft
     else:
         proposal, draft_state = source.propose(draft_params, state.draft, view)
@@ -111,8 +115,10 @@ def one_round(
     seen = (logits, draft, pos, sampling, state.tokens, state.length, state.prompt, state.done, state.rounds,
             state.accepted, state.logprobs)  # fmt: skip
     result = seen[4], seen[5], seen[7], seen[8], seen[9], seen[10], seen[5]
-    tokens, length, done, rounds, accepted, logprobs, count = rules.local(judge, rules.rows(seen), rules.rows(result))(*seen)
+    judged = rules.local(judge, rules.rows(seen), rules.rows(result))(*seen)
+    tokens, length, done, rounds, accepted, logprobs, count = judged
 
+    assert out.cache is not None
     cache = commit(out.cache, None, count, rules=rules)
     draft_state = source.absorb(draft_params, draft_state, Commit(draft, count, pos, out.taps, at=None))
     return dataclasses.replace(
@@ -132,7 +138,9 @@ def many_rounds(
     length = jnp.where(cut >= 0, jnp.minimum(cut, state.length), state.length)
     filled = jnp.minimum(state.cache.filled, jnp.maximum(length - 1, 0))
     done = state.done | (cut >= 0) | (length - state.prompt >= sampling.max_new)
-    state = dataclasses.replace(state, length=length, done=done, cache=dataclasses.replace(state.cache, filled=filled))
+    state = dataclasses.replace(
+        state, length=length, done=done, cache=dataclasses.replace(state.cache, filled=filled)
+    )
 
     def body(carry):
         state, n = carry
@@ -170,7 +178,9 @@ def generate(
 
 def decoded(state: DecodeState) -> Decoded:
     """The answer's part of a state."""
-    return Decoded(state.tokens, state.length, state.prompt, state.rounds, state.accepted, state.done, state.logprobs)
+    return Decoded(
+        state.tokens, state.length, state.prompt, state.rounds, state.accepted, state.done, state.logprobs
+    )
 
 
 start = functools.partial(jax.jit, static_argnums=(0, 1, 2))(begin)

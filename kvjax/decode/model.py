@@ -42,7 +42,9 @@ class DraftModel:
             cache = commit(out.cache, None, ones, rules=rules)
             seen = (rules.reshard(out.logits, "batch", None, None), pos[:, None] + 1, view.sampling)
             pick = rules.local(
-                lambda *seen: sample(*seen, view.program, view.key)[:, 0], rules.rows(seen), rules.spec("batch")
+                lambda *seen: sample(*seen, view.program, view.key)[:, 0],
+                rules.rows(seen),
+                rules.spec("batch"),
             )
             return (cache, pick(*seen), pos + 1), token
 
@@ -54,5 +56,5 @@ class DraftModel:
         if rows.at is None:  # propose wrote these rows already
             return KVCache(state.k, state.v, state.filled + rows.count)
         out = self.model.forward(params, rows.tokens, rows.pos, state, MaskSpec(), logits=False, at=rows.at)
+        assert out.cache is not None
         return commit(out.cache, None, rows.count, rules=self.model.rules, at=rows.at)
-

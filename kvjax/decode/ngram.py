@@ -30,7 +30,9 @@ class Ngram(Stateless):
             # depth[s]: the n tokens ending at slot s equal the n tokens ending at the anchor.
             back = jnp.maximum(anchor_at - (n - 1), 0)
             tail = jnp.take_along_axis(tokens, back[:, None], axis=1)
-            shifted = tokens if n == 1 else jnp.pad(tokens, ((0, 0), (n - 1, 0)), constant_values=-1)[:, :size]
+            shifted = (
+                tokens if n == 1 else jnp.pad(tokens, ((0, 0), (n - 1, 0)), constant_values=-1)[:, :size]
+            )
             depth = depth & (shifted == tail) & (slot >= n - 1)
             earlier = depth & (slot < anchor_at[:, None])
             found = jnp.max(jnp.where(earlier, slot, -1), axis=1)
@@ -38,7 +40,9 @@ class Ngram(Stateless):
         ahead = best[:, None] + jnp.arange(1, self.width)
         # Copying past the anchor wraps onto the copied span itself, so a repeating text keeps repeating.
         period = jnp.maximum(anchor_at - best, 1)[:, None]
-        ahead = jnp.where(ahead > anchor_at[:, None], best[:, None] + 1 + (ahead - best[:, None] - 1) % period, ahead)
+        ahead = jnp.where(
+            ahead > anchor_at[:, None], best[:, None] + 1 + (ahead - best[:, None] - 1) % period, ahead
+        )
         copied = jnp.take_along_axis(tokens, jnp.clip(ahead, 0, size - 1), axis=1)
         drafts = jnp.where(best[:, None] >= 0, copied, view.anchor[:, None])
         return Draft(jnp.concatenate([view.anchor[:, None], drafts], axis=1)), state

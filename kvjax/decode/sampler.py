@@ -43,9 +43,13 @@ class Sampling:
         def row(name: str, value: object, dtype: type, low: float, high: float) -> np.ndarray:
             array = np.asarray(value)
             if array.dtype.kind not in "iuf" or (array.dtype.kind == "f" and np.dtype(dtype).kind != "f"):
-                raise ValueError(f"{name} must be {'a number' if dtype is np.float32 else 'an integer'}, got {value!r}")
+                raise ValueError(
+                    f"{name} must be {'a number' if dtype is np.float32 else 'an integer'}, got {value!r}"
+                )
             if array.ndim > 1 or (array.ndim == 1 and len(array) != batch):
-                raise ValueError(f"{name} must be one value or one per prompt ({batch}), got shape {array.shape}")
+                raise ValueError(
+                    f"{name} must be one value or one per prompt ({batch}), got shape {array.shape}"
+                )
             if not np.all((array >= low) & (array <= high)):
                 raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value!r}")
             return np.ascontiguousarray(np.broadcast_to(array, (batch,)), dtype)
@@ -89,16 +93,22 @@ class SamplerProgram:
         return cls(bool(greedy), sort, limit, logprobs)
 
 
-def noise(key: jax.Array, seed: Int[Array, " B"], pos: Int[Array, "B W"], vocab: int) -> Float[Array, "B W V"]:
+def noise(
+    key: jax.Array, seed: Int[Array, " B"], pos: Int[Array, "B W"], vocab: int
+) -> Float[Array, "B W V"]:
     """Gumbel noise of each (row, position): [B, W, V] float32."""
 
     def one(seed, pos):
-        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, seed), pos), (vocab,), jnp.float32)
+        return jax.random.gumbel(
+            jax.random.fold_in(jax.random.fold_in(key, seed), pos), (vocab,), jnp.float32
+        )
 
     return jax.vmap(lambda s, p: jax.vmap(lambda q: one(s, q))(p))(seed, pos)
 
 
-def filtered(logits: Float[Array, "B W V"], sampling: Sampling, program: SamplerProgram) -> Float[Array, "B W V"]:
+def filtered(
+    logits: Float[Array, "B W V"], sampling: Sampling, program: SamplerProgram
+) -> Float[Array, "B W V"]:
     """logits / T with everything outside top-k, then top-p of the rest, then min-p at -inf (float32).
 
     Temperature comes first, as in transformers. A tie at the edge of top-k or top-p keeps all tied ids.
@@ -113,7 +123,9 @@ def filtered(logits: Float[Array, "B W V"], sampling: Sampling, program: Sampler
         order = jnp.where(rank < k, order, -jnp.inf)
         p = jax.nn.softmax(order, axis=-1)
         before = jnp.cumsum(p, axis=-1) - p
-        inside = (rank < k) & ((before < sampling.top_p[:, None, None]) | (sampling.top_p >= 1)[:, None, None])
+        inside = (rank < k) & (
+            (before < sampling.top_p[:, None, None]) | (sampling.top_p >= 1)[:, None, None]
+        )
         edge = jnp.min(jnp.where(inside & (order > -jnp.inf), order, jnp.inf), axis=-1, keepdims=True)
         keep = z >= edge
     # log(0) is -inf: min_p 0 keeps everything.
@@ -122,7 +134,11 @@ def filtered(logits: Float[Array, "B W V"], sampling: Sampling, program: Sampler
 
 
 def sample(
-    logits: Float[Array, "B W V"], pos: Int[Array, "B W"], sampling: Sampling, program: SamplerProgram, key: jax.Array
+    logits: Float[Array, "B W V"],
+    pos: Int[Array, "B W"],
+    sampling: Sampling,
+    program: SamplerProgram,
+    key: jax.Array,
 ) -> Int[Array, "B W"]:
     """The token each row puts at position `pos`. logits: [B, W, V] float32, raw."""
     if program.limit is not None and program.limit < logits.shape[-1]:

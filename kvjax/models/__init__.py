@@ -70,8 +70,10 @@ class Model:
             params = jax.jit(make)()
         if self.rules.mesh is None:
             return params
-        host = (regroup(n, np.asarray(x), self.config, self.rules.kv_heads) for n, x in zip(self.names, params, strict=True))
-        return tuple(jax.device_put(x, s.sharding) for x, s in zip(host, self.abstract(), strict=True))
+        return tuple(
+            jax.device_put(regroup(name, np.asarray(x), self.config, self.rules.kv_heads), leaf.sharding)
+            for name, x, leaf in zip(self.names, params, self.abstract(), strict=True)
+        )
 
     def cache(self, batch: int, size: int) -> KVCache:
         """An empty cache (inside jit). See `kvjax.cache.empty`."""
@@ -123,7 +125,7 @@ def build(
 
 def regroup(name: str, x: np.ndarray, config: ModelConfig, stored: int) -> np.ndarray:
     """A leaf laid out for K KV heads, laid out for `stored` = K * repeats of them (host)."""
-    repeats, kv, h = stored // config.num_kv_heads, config.num_kv_heads, config.head_dim
+    repeats, h = stored // config.num_kv_heads, config.head_dim
     leaf = name.rsplit(".", 1)[-1]
     if repeats == 1 or leaf not in ("qkv_proj", "qkv_bias", "o_proj"):
         return x

@@ -104,7 +104,9 @@ class MLP(nnx.Module):
             both = linear(x, self.gate_up_proj[...], self.setting)
             if self.gate_up_bias is not None:
                 both = both + self.gate_up_bias[...]
-            out = linear(jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down_proj[...], self.setting, reduced=True)
+            out = linear(
+                jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down_proj[...], self.setting, reduced=True
+            )
         return out if self.down_bias is None else out + self.down_bias[...]
 
 
@@ -156,7 +158,9 @@ class Decoder(nnx.Module):
         rows, written, tapped = [], [], {}
         for i, layer in enumerate(self.layers):
             view = None if cache is None else cache.view(i)
-            x, new, put = layer(x, cos, sin, view, pos, mask, config.windows[i] if config.windows else None, at)
+            x, new, put = layer(
+                x, cos, sin, view, pos, mask, config.windows[i] if config.windows else None, at
+            )
             rows.append(new)
             written += [] if put is None else [put]
             if i in taps:
