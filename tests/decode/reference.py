@@ -1,8 +1,9 @@
-"""What the sampler should do, written again in float64 numpy, one distribution at a time."""
+"""What the sampler should do, written again in float64 numpy, and the test that judges draws."""
 
 from __future__ import annotations
 
 import numpy as np
+from scipy.stats import chi2
 
 
 def filtered_probabilities(
@@ -29,3 +30,18 @@ def filtered_probabilities(
         p[p < edge] = 0
     p[p < min_p * p.max()] = 0
     return p / p.sum()
+
+
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Chi-square of counts against a distribution; cells that expect fewer than 5 are pooled. 0 if something
+    impossible was drawn."""
+    counts, expected = counts.ravel(), probabilities.ravel() * counts.sum()
+    if counts[expected == 0].sum():
+        return 0.0
+    small = expected < 5
+    observed = np.append(counts[~small], counts[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    if expected[-1] < 5:  # too little for a cell of its own
+        observed = np.append(observed[:-2], observed[-2:].sum())
+        expected = np.append(expected[:-2], expected[-2:].sum())
+    return float(chi2.sf(((observed - expected) ** 2 / expected).sum(), len(expected) - 1))

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from kvjax.decode.sampler import SamplerProgram, Sampling, filtered, noise, sample
 from kvjax.decode.verify import accepted_prefix, verify
-from tests.decode.reference import filtered_probabilities
+from tests.decode.reference import filtered_probabilities, p_value
 
 # --- the rule, as a loop ---------------------------------------------------------------------------------------
 
@@ -183,21 +182,6 @@ def answers(judge, drafter, sampling: Sampling):
     carry = (tokens, length, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32), none)
     (tokens, length, done, accepted, _), _ = jax.lax.scan(one_round, carry, length=NEW)
     return tokens[:, len(PROMPT) : len(PROMPT) + NEW], accepted, done.all()
-
-
-def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Chi-square of counts against a distribution; cells that expect fewer than 5 are pooled. 0 if something
-    impossible was drawn."""
-    counts, expected = counts.ravel(), probabilities.ravel() * counts.sum()
-    if counts[expected == 0].sum():
-        return 0.0
-    small = expected < 5
-    observed = np.append(counts[~small], counts[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    if expected[-1] < 5:  # too little for a cell of its own
-        observed = np.append(observed[:-2], observed[-2:].sum())
-        expected = np.append(expected[:-2], expected[-2:].sum())
-    return float(chi2.sf(((observed - expected) ** 2 / expected).sum(), len(expected) - 1))
 
 
 @functools.cache
