@@ -363,9 +363,9 @@ def time_steps(report: Report, s: Sizes, backend: str | None, dry: bool, clock: 
             step_cost(s.large, batch=1, rows=s.chunk, context=i * s.chunk, head=False).flops
             for i in range(chunks)
         )
-        peak = target.peak_flops if target else float("nan")
+        of_peak = {"of_peak": flops / took / target.peak_flops} if target else {}
         report.row("prefill", attention=tag, tokens=chunks * s.chunk, seconds=took,
-                   tokens_per_s=chunks * s.chunk / took, tflops=flops / took / 1e12, of_peak=flops / took / peak)  # fmt: skip
+                   tokens_per_s=chunks * s.chunk / took, tflops=flops / took / 1e12, **of_peak)  # fmt: skip
         for width in (1, 8, 16):
             call, drafts = compiled[f"round {tag} W={width}"], () if width == 1 else table
             kept = {"state": jax.tree.map(jnp.copy, state)}
