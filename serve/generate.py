@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -125,7 +126,7 @@ class _Run:
         self.rows = [TextRow(lm.tokenizer, stop) for stop in self.batch.stop]
         self.finished: dict[int, Generation] = {}
         self.timings = {"prepare": time.perf_counter() - began, "prefill": 0.0, "decode": 0.0}
-        self.counter = CompileCounter()
+        self.compiles = self.hits = 0
 
     def events(self, every: int) -> Iterator[Event]:
         lm, source, batch = self.lm, self.source, self.batch
@@ -133,15 +134,13 @@ class _Run:
         sent = [0] * batch.count
         cut = np.full(len(batch.length), -1, np.int32)
         key = np.zeros(2, np.uint32)
-        with self.counter, model.rules.context():
-            began = time.perf_counter()
+        with self._device("prefill"):
             state = loop.start(model, source, batch.program, drafting, batch.tokens, batch.length, batch.idle)
             for i in range(-(-(int(batch.length.max()) - 1) // batch.chunk)):
                 state = loop.prefill(model, source, batch.chunk, params, drafting, state, np.int32(i))
             jax.block_until_ready(state)
-            self.timings["prefill"] = time.perf_counter() - began
-            while len(self.finished) < batch.count:
-                began = time.perf_counter()
+        while len(self.finished) < batch.count:
+            with self._device("decode"):
                 state = loop.rounds(
                     model,
                     source,
@@ -154,12 +153,22 @@ class _Run:
                     np.int32(every),
                     cut,
                 )
-                seen = _host(state, batch.program.logprobs)
-                self.timings["decode"] += time.perf_counter() - began
-                for b in range(batch.count):
-                    if b not in self.finished and (event := self._advance(b, seen, sent, cut)):
-                        yield event
+                seen = _host(state, logprobs=batch.program.logprobs, drafted=any(batch.stop))
+            for b in range(batch.count):
+                if b not in self.finished and (event := self._advance(b, seen, sent, cut)):
+                    yield event
         self.timings["total"] = sum(self.timings.values())
+
+    @contextlib.contextmanager
+    def _device(self, phase: str) -> Iterator[None]:
+        """The model's mesh, a clock and a compile counter, around calls to the device only: between events the
+        consumer's code runs, which is neither on this mesh nor on this bill, and which may never come back."""
+        began = time.perf_counter()
+        with CompileCounter() as counter, self.lm.model.rules.context():
+            yield
+        self.timings[phase] += time.perf_counter() - began
+        self.compiles += counter.compiles
+        self.hits += counter.hits
 
     def _advance(self, b: int, seen: dict[str, Any], sent: list[int], cut: np.ndarray) -> Event | None:
         """Take up row b's new tokens: look for stop strings, release text, finish the row if it is done."""
@@ -181,19 +190,24 @@ class _Run:
         if self.batch.logprobs[b]:
             scores = tuple(float(x) for x in seen["logprobs"][b, first : first + len(tokens)])
         rounds, accepted = int(seen["rounds"][b]), int(seen["accepted"][b])
+        if stopped is not None:
+            # The device went on: count what is kept. A round ends with its only token that is no draft.
+            drafted = seen["drafted"][b, first : first + stopped]
+            accepted = int(drafted.sum())
+            rounds = stopped - accepted + int(drafted[-1])
         done = Generation(row.text, tuple(tokens), first, reason, rounds, accepted, scores)
         self.finished[b] = done
         return Event(b, new, text, reason, done)
 
     def result(self) -> Result:
-        batch, counter = self.batch, self.counter
+        batch = self.batch
         program = {
             "batch": len(batch.length), "size": batch.tokens.shape[1], "width": self.source.width, "chunk": batch.chunk,
             "dtype": self.lm.model.setting.dtype, "source": type(self.source).__name__,
             "mesh": None if self.lm.model.rules.mesh is None else dict(self.lm.model.rules.mesh.shape),
         }  # fmt: skip
         answers = tuple(self.finished[b] for b in range(batch.count))
-        return Result(answers, self.timings, counter.compiles, counter.hits, program)
+        return Result(answers, self.timings, self.compiles, self.hits, program)
 
 
 def _source(lm: LM, draft: Any, draft_params: Any, width: int | None) -> tuple[DraftSource, Any]:
@@ -209,22 +223,28 @@ def _source(lm: LM, draft: Any, draft_params: Any, width: int | None) -> tuple[D
             and lm.tokenizer.hash != draft.tokenizer.hash
         ):
             raise ValueError(f"draft model {draft.id} and {lm.id} have different tokenizers")
+        if draft.model.rules.mesh != lm.model.rules.mesh:
+            raise ValueError(f"draft model {draft.id} and {lm.id} were loaded on different meshes")
         return DraftModel(draft.model, 4 if width is None else width), draft.params
     if draft is None:
         if width not in (None, 1):
             raise ValueError(f"width {width} needs a draft source: plain decoding has width 1")
         return Plain(), ()
+    if not hasattr(draft, "propose"):
+        raise ValueError(f"draft: {draft!r} is neither a draft source nor a loaded model")
     if width not in (None, draft.width):
         raise ValueError(f"width {width} contradicts the draft source's own width, {draft.width}")
     return draft, draft_params
 
 
-def _host(state: DecodeState, logprobs: bool) -> dict[str, Any]:
+def _host(state: DecodeState, *, logprobs: bool, drafted: bool) -> dict[str, Any]:
     """The parts of a state the host looks at, as numpy arrays (on every process of a multi-process mesh)."""
     parts = {"tokens": state.tokens, "length": state.length, "done": state.done, "rounds": state.rounds,
              "accepted": state.accepted}  # fmt: skip
     if logprobs:
         parts["logprobs"] = state.logprobs  # type: ignore[assignment]
+    if drafted:
+        parts["drafted"] = state.drafted
     if jax.process_count() > 1:
         from jax.experimental.multihost_utils import process_allgather
 

@@ -25,7 +25,7 @@ class Options(TypedDict, total=False):
     top_p: float | Sequence[float]  # *, default 1: off
     min_p: float | Sequence[float]  # *, default 0: off
     seed: int | Sequence[int]  # *, default 0; seed and position alone fix the noise
-    stop: str | Sequence[str] | Sequence[Sequence[str]]  # strings that end a text; or one list per prompt
+    stop: str | Sequence[str] | Sequence[Sequence[str]] | None  # that end a text, or lists per prompt
     stop_ids: Sequence[int] | None  # default: the model's end-of-sequence ids
     logprobs: bool | Sequence[bool]  # *, raw log p of every emitted token
     thinking: bool | None  # the chat template's thinking switch, for templates that have one
@@ -112,9 +112,17 @@ def prepare(
     batch = -(-batch // ways) * ways
     if chunk is None:
         chunk = 128 if lm.model.setting.attention.platform == "cpu" else 256
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
     if stop_ids is None:
         tokenizer_eos = () if lm.tokenizer is None else lm.tokenizer.eos
         stop_ids = sorted({*lm.config.eos, *tokenizer_eos})
+    for t in stop_ids:
+        if not isinstance(t, int | np.integer) or not 0 <= t < lm.config.vocab:
+            raise ValueError(f"stop_ids: {t!r} is not a token id (0..{lm.config.vocab - 1})")
+    stops = _stops(stop, count)
+    if any(stops) and lm.tokenizer is None:
+        raise ValueError(f"stop: {lm.id} was loaded without a tokenizer, so no text is made; use stop_ids")
     limit = lm.config.vocab if lm.tokenizer is None else lm.tokenizer.vocab
 
     def fill(name: str, value: Any) -> Any:
@@ -148,19 +156,21 @@ def prepare(
     length = np.asarray([*map(len, rows), *[1] * (batch - count)], np.int32)
     program = SamplerProgram.of(sampling, limit=limit, logprobs=any(wanted))
     return Batch(
-        count, tokens, length, np.arange(batch) >= count, sampling, program, _stops(stop, count), tuple(wanted),
+        count, tokens, length, np.arange(batch) >= count, sampling, program, stops, tuple(wanted),
         tuple(max_new), chunk,
     )  # fmt: skip
 
 
 def _stops(stop: Any, count: int) -> tuple[tuple[str, ...], ...]:
     """Stop strings per prompt: one string, strings for all, or one list of strings per prompt."""
-    if isinstance(stop, str):
-        stop = (stop,)
-    nested = any(not isinstance(s, str) for s in stop)
+    if stop is None or isinstance(stop, str):
+        stop = () if stop is None else (stop,)
+    nested = any(isinstance(s, list | tuple) for s in stop)
     if nested and len(stop) != count:
         raise ValueError(f"stop: {len(stop)} lists of stop strings for {count} prompts")
-    each = [(s,) if isinstance(s, str) else tuple(s) for s in stop] if nested else [tuple(stop)] * count
+    each = (
+        [tuple(s) if isinstance(s, list | tuple) else (s,) for s in stop] if nested else [tuple(stop)] * count
+    )
     for strings in each:
         for s in strings:
             if not isinstance(s, str) or not s:

@@ -52,7 +52,7 @@ def begin(
     logprobs = jnp.zeros_like(tokens, jnp.float32) if program.logprobs else None
     return DecodeState(
         cache=model.cache(batch, size), draft=source.init(draft_params, batch, size), tokens=tokens, length=length,
-        prompt=length, done=idle, rounds=zero, accepted=zero, logprobs=logprobs,
+        prompt=length, done=idle, rounds=zero, accepted=zero, drafted=jnp.zeros_like(tokens, bool), logprobs=logprobs,
     )  # fmt: skip
 
 
@@ -98,32 +98,35 @@ def one_round(
     out = model.forward(params, draft, pos, state.cache, MaskSpec(), taps=source.taps)
     logits = rules.reshard(out.logits, "batch", None, None)
 
-    def judge(logits, draft, pos, sampling, tokens, length, prompt, done, rounds, accepted, logprobs):
+    def judge(
+        logits, draft, pos, sampling, tokens, length, prompt, done, rounds, accepted, drafted, logprobs
+    ):
         target = sample(logits, pos + 1, sampling, program, key)
         room = sampling.max_new - (length - prompt)
         verdict = verify(draft, target, stop_ids=sampling.stop_ids, room=room, done=done)
         put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
         # Written past `length` as well: garbage there by contract, overwritten by the next round.
         tokens = put(tokens, target, length)
+        drafted = put(drafted, jnp.arange(width) < verdict.accepted[:, None], length)
         if logprobs is not None:
             logprobs = put(logprobs, log_probability(logits, target), length)
         return (
             tokens, length + verdict.count, verdict.done, rounds + (verdict.count > 0),
-            accepted + verdict.accepted, logprobs, verdict.count,
+            accepted + verdict.accepted, drafted, logprobs, verdict.count,
         )  # fmt: skip
 
     seen = (logits, draft, pos, sampling, state.tokens, state.length, state.prompt, state.done, state.rounds,
-            state.accepted, state.logprobs)  # fmt: skip
-    result = seen[4], seen[5], seen[7], seen[8], seen[9], seen[10], seen[5]
+            state.accepted, state.drafted, state.logprobs)  # fmt: skip
+    result = seen[4], seen[5], seen[7], seen[8], seen[9], seen[10], seen[11], seen[5]
     judged = rules.local(judge, rules.rows(seen), rules.rows(result))(*seen)
-    tokens, length, done, rounds, accepted, logprobs, count = judged
+    tokens, length, done, rounds, accepted, drafted, logprobs, count = judged
 
     assert out.cache is not None
     cache = commit(out.cache, None, count, rules=rules)
     draft_state = source.absorb(draft_params, draft_state, Commit(draft, count, pos, out.taps, at=None))
     return dataclasses.replace(
         state, cache=cache, draft=draft_state, tokens=tokens, length=length, done=done, rounds=rounds,
-        accepted=accepted, logprobs=logprobs,
+        accepted=accepted, drafted=drafted, logprobs=logprobs,
     )  # fmt: skip
 
 

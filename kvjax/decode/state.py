@@ -28,6 +28,7 @@ class DecodeState:
     done: jax.Array  # [B] bool
     rounds: jax.Array  # [B] int32, rounds in which the row emitted
     accepted: jax.Array  # [B] int32, emitted tokens that were drafts
+    drafted: jax.Array  # [B, S] bool, which: a text that is cut counts what it keeps
     logprobs: jax.Array | None  # [B, S] float32 by position, or None
 
 
