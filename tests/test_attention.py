@@ -96,7 +96,9 @@ def trees(draw) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_attend_is_dense_attention(kind: str, window: int | None, data) -> None:
     filled = data.draw(st.lists(st.sampled_from([0, 1, 3, 4, 11, S - T]), min_size=B, max_size=B))
-    q, k, v, ck, cv, filled, pos, ancestors = case(kind, filled, trees(data.draw), data.draw(st.integers(0, 99)))
+    q, k, v, ck, cv, filled, pos, ancestors = case(
+        kind, filled, trees(data.draw), data.draw(st.integers(0, 99))
+    )
     cache, rows = seen_by(kind, pos, filled, ancestors, window)
     want = dense(q, k, v, ck, cv, cache, rows)
     # The masks themselves, then the result with junk in every slot that no row of the sequence sees.
@@ -108,13 +110,18 @@ def test_attend_is_dense_attention(kind: str, window: int | None, data) -> None:
     clean = View(np.where(unused, np.float32(0), ck), np.where(unused, np.float32(0), cv), filled)
     out = run(q, k, v, junk, pos, ancestors, kind=kind, window=window)
     np.testing.assert_allclose(out, want, atol=2e-6)
-    assert (np.asarray(out) == np.asarray(run(q, k, v, clean, pos, ancestors, kind=kind, window=window))).all()
+    assert (
+        np.asarray(out) == np.asarray(run(q, k, v, clean, pos, ancestors, kind=kind, window=window))
+    ).all()
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 def test_bounds_of_the_kernel_are_the_mask(window: int | None) -> None:
     """`block_attention` with the bounds `attend` gives it is attention under `MaskSpec.of_cache`."""
-    filled, pos = np.array([17, 3], np.int32), np.array([17, 3], np.int32)[:, None] + np.arange(T, dtype=np.int32)
+    filled, pos = (
+        np.array([17, 3], np.int32),
+        np.array([17, 3], np.int32)[:, None] + np.arange(T, dtype=np.int32),
+    )
     q, _, _, ck, cv = draws(5)
     seen = np.asarray(MaskSpec().of_cache(jnp.asarray(pos), jnp.asarray(filled), S, window))
     folded = np.moveaxis(q, 1, 2).reshape(B, K, T * G, H)
@@ -176,7 +183,9 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_bfloat16_accumulates_in_float32() -> None:
-    q, k, v, ck, cv, filled, pos, ancestors = case("causal", (13, 19), [[-1, 0, 1, 2, 3]] * 2, 3, jnp.bfloat16)
+    q, k, v, ck, cv, filled, pos, ancestors = case(
+        "causal", (13, 19), [[-1, 0, 1, 2, 3]] * 2, 3, jnp.bfloat16
+    )
     out = run(q, k, v, View(ck, cv, filled), pos, ancestors, kind="causal", window=None)
     assert out.dtype == jnp.bfloat16
     want = dense(q, k, v, ck, cv, *seen_by("causal", pos, filled, ancestors, None))

@@ -47,7 +47,9 @@ class Lists:
         place = (2 * layer + value) * 100 + np.arange(K)[:, None, None] * 10 + np.arange(H)
         return (names[:, None, :, None] * 1000 + place).astype(np.float32)
 
-    def commit(self, t: int, count: list[int], path: list[list[int]] | None, at: int | list[int] | None) -> None:
+    def commit(
+        self, t: int, count: list[int], path: list[list[int]] | None, at: int | list[int] | None
+    ) -> None:
         """One write to both, then every check."""
         names = self.fresh(t)
         rows = tuple((self.values(names, i, False), self.values(names, i, True)) for i in range(LAYERS))
@@ -56,7 +58,11 @@ class Lists:
         where = None if at is None else np.asarray(at, np.int32)
         how = "path" if path is not None else "chain"
         self.cache = write(self.cache, rows, np.array(count, np.int32), order, where, how)
-        first = [len(r) for r in self.rows] if at is None else np.broadcast_to(np.asarray(at), self.batch).tolist()
+        first = (
+            [len(r) for r in self.rows]
+            if at is None
+            else np.broadcast_to(np.asarray(at), self.batch).tolist()
+        )
         for b in range(self.batch):
             taken = names[b] if path is None else names[b][path[b]]
             if count[b]:
@@ -93,7 +99,8 @@ def writes(draw, lists: Lists, data) -> tuple:
     if kind == "each":  # behind the filled slots, or a rewrite of the last few
         at = [draw(st.integers(max(0, n - 3), n)) if c else n for n, c in zip(filled, count)]
         return t, count, path, at
-    at = draw(st.integers(0, S - t))  # one place for all rows, as in prefill: rows that cannot take part keep 0
+    # One place for all rows, as in prefill: rows that cannot take part keep nothing.
+    at = draw(st.integers(0, S - t))
     count = [c if n >= at else 0 for n, c in zip(filled, count)]
     if any(n > at and not c for n, c in zip(filled, count)):
         at = max(filled)

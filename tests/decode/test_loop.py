@@ -61,7 +61,9 @@ def sampling(stop_ids=-1, max_new=NEW, **changes) -> Sampling:
     return Sampling.create(B, max_new=max_new, stop_ids=np.asarray(stop_ids), **(MIXED | changes))
 
 
-def run(source, draft_params=(), *, tokens=None, length=LENGTH, how: Sampling | None = None, lm=None) -> Decoded:
+def run(
+    source, draft_params=(), *, tokens=None, length=LENGTH, how: Sampling | None = None, lm=None
+) -> Decoded:
     lm = lm or target()
     tokens = prompts() if tokens is None else tokens
     how = sampling() if how is None else how
@@ -127,7 +129,9 @@ def test_known_drafts(width: int) -> None:
     full = run(Oracle(width=width), base.tokens)
     assert_same(base, full)
     # W tokens a round, the last round may be short: the best a width can do.
-    assert cost(full) == Cost([-(-NEW // width)] * B, [sum(min(width - 1, NEW - i) for i in range(0, NEW, width))] * B)
+    assert cost(full) == Cost(
+        [-(-NEW // width)] * B, [sum(min(width - 1, NEW - i) for i in range(0, NEW, width))] * B
+    )
     spoiled = base.tokens.copy()
     spoiled[:, ::5] ^= 1
     partly = run(Oracle(width=width), spoiled)
@@ -199,7 +203,9 @@ def test_tokens_and_logprobs_are_those_of_one_forward(width: int) -> None:
     close = 0
     for b in range(B):
         z = logits[b].astype(np.float64)
-        logp = z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+        logp = (
+            z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+        )
         for at in range(out.prompt[b], out.length[b]):
             token = out.tokens[b, at]
             assert abs(out.logprobs[b, at] - logp[at - 1, token]) < 1e-4
@@ -233,7 +239,11 @@ def rows(how: Sampling, order) -> Sampling:
 def test_permuted_rows_give_permuted_answers() -> None:
     base, order = baseline(4), np.array([2, 0, 3, 1])
     out = run(
-        Oracle(width=4), junk_table()[order], tokens=prompts()[order], length=LENGTH[order], how=rows(sampling(), order)
+        Oracle(width=4),
+        junk_table()[order],
+        tokens=prompts()[order],
+        length=LENGTH[order],
+        how=rows(sampling(), order),
     )
     for new, old in enumerate(order):
         assert answers(out)[new] == answers(base)[old]
@@ -380,7 +390,9 @@ def test_a_second_batch_compiles_nothing() -> None:
     """Other prompts, seeds, parameters and stop ids of the same shapes: no program, no eager operation."""
     Steps(junk_table(), sampling()).rounds(1)
     with CompileCounter() as counter:
-        steps = Steps(prompts(), sampling(seed=[9, 8, 7, 6], temperature=[1.0, 0.0, 0.5, 2.0], top_k=3, stop_ids=[3]))
+        steps = Steps(
+            prompts(), sampling(seed=[9, 8, 7, 6], temperature=[1.0, 0.0, 0.5, 2.0], top_k=3, stop_ids=[3])
+        )
         steps.rounds(2)
         steps.rounds(5, [4, -1, -1, 41])
     assert (counter.compiles, counter.hits) == (0, 0)
@@ -411,13 +423,17 @@ def test_generate_travels_through_export() -> None:
 
 def test_sampled_answers_have_the_models_distribution() -> None:
     """The whole loop, 16,384 seeds at once with drafts of all kinds: two tokens against all 64 pairs."""
-    lm = tinylm.language_model(seed=6, vocab=8, num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8)
+    lm = tinylm.language_model(
+        seed=6, vocab=8, num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8
+    )
     n, prompt, how = 16_384, [3, 1, 4], {"temperature": 0.8, "top_p": 0.9}
     tokens = np.tile(np.array([*prompt, 0, 0, 0, 0, 0], np.int32), (n, 1))
     drafts = np.random.default_rng(0).integers(0, 8, (n, 8)).astype(np.int32)
     seeds = Sampling.create(n, seed=np.arange(n), max_new=2, **how)
     program, source = SamplerProgram(greedy=False, sort=True), Oracle(width=3)
-    out = compiled(lm.model, source, program, lm.params, drafts, tokens, np.full(n, 3, np.int32), seeds, chunk=4)
+    out = compiled(
+        lm.model, source, program, lm.params, drafts, tokens, np.full(n, 3, np.int32), seeds, chunk=4
+    )
     counts = np.zeros((8, 8))
     np.add.at(counts, tuple(np.asarray(out.tokens)[:, 3:5].T), 1)
     logits = tinylm.one_shot(lm, np.array([[*prompt, t] for t in range(8)]))

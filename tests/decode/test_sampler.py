@@ -58,7 +58,9 @@ def test_filters(seed, ties, rows) -> None:
         for w in range(W):
             want = filtered_probabilities(logits[b, w], **dict(zip(names, row)))
             # An id whose place relative to an edge float32 cannot tell may fall either way.
-            near = filtered_probabilities(logits[b, w], **(dict(zip(names, row)) | {"top_p": min(1.0, row[2] + 1e-6)}))
+            near = filtered_probabilities(
+                logits[b, w], **(dict(zip(names, row)) | {"top_p": min(1.0, row[2] + 1e-6)})
+            )
             close = [np.allclose(got[b, w], x, atol=2e-6) for x in (want, near)]
             assert any(close), (row, got[b, w], want)
 
@@ -66,7 +68,9 @@ def test_filters(seed, ties, rows) -> None:
 def test_a_program_without_sort_has_the_same_rest() -> None:
     logits = some_logits(1)
     sampling = Sampling.create(B, temperature=[0.5, 1.0, 2.0, 1.0], min_p=[0.0, 0.1, 0.3, 0.0])
-    with_sort, without = (probabilities(logits, sampling, program=SamplerProgram(False, s)) for s in (True, False))
+    with_sort, without = (
+        probabilities(logits, sampling, program=SamplerProgram(False, s)) for s in (True, False)
+    )
     np.testing.assert_array_equal(with_sort, without)
 
 
@@ -113,7 +117,9 @@ def test_ids_beyond_the_limit_are_never_drawn() -> None:
     logits[..., 20:] += 50
     pos = np.arange(B * W, dtype=np.int32).reshape(B, W)
     for greedy, sort in ((True, False), (False, True), (False, False)):
-        sampling = Sampling.create(B, temperature=0.0 if greedy else [0.2, 0.7, 1.0, 2.0], top_k=3 if sort else 0)
+        sampling = Sampling.create(
+            B, temperature=0.0 if greedy else [0.2, 0.7, 1.0, 2.0], top_k=3 if sort else 0
+        )
         limited = SamplerProgram(greedy, sort, limit=20)
         assert (np.asarray(draw(logits, pos, sampling, program=limited)) < 20).all()
         free = SamplerProgram(greedy, sort)
@@ -162,7 +168,10 @@ def test_the_smallest_program_is_chosen(parameters, program) -> None:
         ({"seed": -1}, r"seed must lie in \[0, "),
         ({"seed": 2**32}, r"seed must lie in \[0, "),
         ({"max_new": -1}, r"max_new_tokens must lie in \[0, "),
-        ({"max_new": [1, 2, 3]}, r"max_new_tokens must be one value or one per prompt \(2\), got shape \(3,\)"),
+        (
+            {"max_new": [1, 2, 3]},
+            r"max_new_tokens must be one value or one per prompt \(2\), got shape \(3,\)",
+        ),
         ({"seed": [[1, 2]]}, r"seed must be one value or one per prompt"),
     ],
 )
@@ -173,7 +182,13 @@ def test_parameters_out_of_range_are_named(parameters, message) -> None:
 
 def test_parameters_come_in_any_numeric_form() -> None:
     made = Sampling.create(
-        2, temperature=jnp.ones(2), top_k=np.int64(3), top_p=1, min_p=(0.0, 0.5), seed=[2**32 - 1, 0], stop_ids=[4, 5]
+        2,
+        temperature=jnp.ones(2),
+        top_k=np.int64(3),
+        top_p=1,
+        min_p=(0.0, 0.5),
+        seed=[2**32 - 1, 0],
+        stop_ids=[4, 5],
     )
     assert made.seed.tolist() == [2**32 - 1, 0] and made.seed.dtype == np.uint32
     assert made.temperature.dtype == made.top_p.dtype == made.min_p.dtype == np.float32

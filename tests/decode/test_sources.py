@@ -53,7 +53,9 @@ def test_ngram_copies_what_followed(longest: int, data) -> None:
     """A small alphabet makes matches of every length; slots beyond the text hold garbage that must not match."""
     text = st.lists(st.integers(0, 2), min_size=1, max_size=S)
     rows = [data.draw(text) for _ in range(B)]
-    tokens = np.array([r + data.draw(st.lists(st.integers(0, 2), min_size=S - len(r), max_size=S - len(r))) for r in rows])
+    tokens = np.array(
+        [r + data.draw(st.lists(st.integers(0, 2), min_size=S - len(r), max_size=S - len(r))) for r in rows]
+    )
     got = drafts(Ngram(width=W, longest=longest), tokens, [len(r) for r in rows])
     assert got.tolist() == [looked_up(r, longest, W - 1) for r in rows]
 
@@ -64,7 +66,9 @@ def test_junk_depends_on_the_position_alone() -> None:
     a, b = (drafts(source, rng.integers(0, 48, (B, S)), [5, 6, 20]) for _ in range(2))
     np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(a[0, 1:], a[1, :-1])  # rows 5 and 6 draft the same positions
-    many = np.concatenate([drafts(source, np.zeros((B, S)), [n, n + 1, n + 2]).ravel() for n in range(1, 20, 3)])
+    many = np.concatenate(
+        [drafts(source, np.zeros((B, S)), [n, n + 1, n + 2]).ravel() for n in range(1, 20, 3)]
+    )
     assert many.min() >= 0 and many.max() < 48 and len(np.unique(many)) > 12
 
 

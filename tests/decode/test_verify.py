@@ -50,7 +50,10 @@ def test_verify_is_the_plain_loop(data) -> None:
     room = np.array(data.draw(st.lists(st.integers(1, 8), min_size=4, max_size=4)), np.int32)
     done = np.array(data.draw(st.lists(st.booleans(), min_size=4, max_size=4)))
     got = jax.jit(verify)(draft, target, stop_ids=stop.astype(np.int32), room=room, done=done)
-    want = [plainly(draft[b].tolist(), target[b].tolist(), set(stop[b]) - {-1}, room[b], done[b]) for b in range(4)]
+    want = [
+        plainly(draft[b].tolist(), target[b].tolist(), set(stop[b]) - {-1}, room[b], done[b])
+        for b in range(4)
+    ]
     assert list(zip(*(np.asarray(x).tolist() for x in got))) == want
 
 
@@ -164,7 +167,10 @@ def answers(judge, drafter, sampling: Sampling):
     batch = len(sampling.seed)
     tokens = jnp.zeros((batch, len(PROMPT) + NEW + W), jnp.int32).at[:, : len(PROMPT)].set(jnp.array(PROMPT))
     length = jnp.full(batch, len(PROMPT), jnp.int32)
-    table, put = jnp.asarray(TABLE), jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    table, put = (
+        jnp.asarray(TABLE),
+        jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,))),
+    )
 
     def one_round(carry, _):
         tokens, length, done, accepted, memory = carry
