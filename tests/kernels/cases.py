@@ -49,6 +49,7 @@ CASES = (
     Case("heads_8", (300, 129), K=8, R=4, S=384, H=128),
     Case("head_dim_80", (200,), K=1, R=9, H=80),
     Case("head_dim_96", (200,), K=1, R=16, H=96),
+    Case("head_dim_256", (200,), K=1, R=8, H=256),
     Case("long", (1900,), K=1, R=4, S=2048, H=32),
     Case("long_off_tile", (1999,), K=1, R=4, S=2000, H=32),
     Case("window", (200, 131), R=8, window=40),

@@ -3,6 +3,8 @@
 Grid (B, K, row blocks, slot tiles), slot tiles innermost. The bounds of each row block are prefetched
 scalars, so the index map of k and v stops advancing after the last tile a row of the block sees: a tile that
 repeats is not fetched again, and its step does nothing. A windowed call starts at the first tile its rows see.
+A head narrower than the lanes would leave part of every register empty, so XLA stores such a cache with its
+slots along the lanes; the kernel then reads [H, slots] tiles. To ask for the usual order would copy the cache.
 Per row block the running maximum, sum and weighted values stay in VMEM (online softmax, float32).
 """
 
@@ -67,6 +69,11 @@ def block_attention(
     S = k.shape[2]
     rows, blocks = _row_blocks(R, q.dtype)
     tile = min(S, slot_tile or (1024 if rows <= 128 else 512))
+    estimate = cost(q, k)
+    turned = H % LANES != 0
+    if turned:
+        k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
+    kv_tile = (1, 1, H, tile) if turned else (1, 1, tile, H)
     windowed = lower is not None
     if not windowed:
         lower = jnp.zeros((B, R), jnp.int32)
@@ -79,15 +86,16 @@ def block_attention(
     def kv_index(b, h, i, j, upper_ref, sure_ref, reach_ref, first_ref, last_ref):
         block = b * blocks + i
         end = jnp.maximum(pl.cdiv(reach_ref[block], tile) - 1, 0)
-        return b, h, jnp.minimum(first_ref[block] // tile + j, end), 0
+        n = jnp.minimum(first_ref[block] // tile + j, end)
+        return (b, h, 0, n) if turned else (b, h, n, 0)
 
     def row_index(b, h, i, j, *scalars):
         return b, h, i, 0
 
     in_specs = [
         pl.BlockSpec((1, 1, rows, H), row_index),
-        pl.BlockSpec((1, 1, tile, H), kv_index),
-        pl.BlockSpec((1, 1, tile, H), kv_index),
+        pl.BlockSpec(kv_tile, kv_index),
+        pl.BlockSpec(kv_tile, kv_index),
     ]
     operands = [q, k, v]
     if windowed:
@@ -100,6 +108,7 @@ def block_attention(
             scale=scale,
             stair=stair,
             tile=tile,
+            slot_axis=1 if turned else 0,
             blocks=blocks,
             windowed=windowed,
             precision=_precision(q.dtype),
@@ -125,7 +134,7 @@ def block_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
-        cost_estimate=cost(q, k),
+        cost_estimate=estimate,
         interpret=interpret,
         name="block_attention",
     )(
@@ -177,12 +186,13 @@ def _kernel(
     first_ref,  # [B * blocks] int32: smallest `lower` of the block's rows
     last_ref,  # [B * blocks] int32: largest
     q_ref,  # [1, 1, rows, H]
-    k_ref,  # [1, 1, tile, H]
-    v_ref,  # [1, 1, tile, H]
+    k_ref,  # [1, 1, tile, H], or [1, 1, H, tile] with slot_axis 1
+    v_ref,  # likewise
     *refs: Any,  # windowed: lower [1, rows, 1]; out [1, 1, rows, H], lse [1, 1, 1, rows]; top, total, acc
     scale: float,
     stair: int,
     tile: int,
+    slot_axis: int,
     blocks: int,
     windowed: bool,
     precision: lax.Precision | None,
@@ -208,7 +218,7 @@ def _kernel(
         scores = lax.dot_general(
             q_ref[0, 0],
             k_ref[0, 0],
-            (((1,), (1,)), ((), ())),
+            (((1,), (1 - slot_axis,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
@@ -223,7 +233,7 @@ def _kernel(
                 visible = visible & (slot >= lower_ref[0])
             scores = jnp.where(visible, scores, _LOWEST)
             # Slots no row sees may hold NaN, which a weight of 0 would not silence.
-            slot = start + lax.broadcasted_iota(jnp.int32, v.shape, 0)
+            slot = start + lax.broadcasted_iota(jnp.int32, v.shape, slot_axis)
             seen = (slot < reach) & (slot >= first)
             v = jnp.where(seen, v.astype(jnp.float32), 0.0).astype(v.dtype)
         old = top_ref[:, :1]
@@ -238,7 +248,7 @@ def _kernel(
         acc_ref[...] = keep * acc_ref[...] + lax.dot_general(
             weights.astype(v.dtype),
             v,
-            (((1,), (0,)), ((), ())),
+            (((1,), (slot_axis,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
