@@ -50,6 +50,7 @@ class Compiled:
     """
 
     seconds: float
+    cpu_seconds: float = 0.0
     attention: str = ""
     arguments: int = 0
     outputs: int = 0
@@ -105,15 +106,17 @@ def compile_steps(
         rounds = (model, source, program, params, (), state, sampling, key, one, row)
         for name, function, args in (("prefill", loop.prefill, prefill), ("round", loop.rounds, rounds)):
             stage(name)
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             try:
                 compiled = function.lower(*args).compile()
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error) and "Ran out of memory" not in str(error):
                     raise CompileError(f"{name} for {target}: {error}") from error
-                out[name] = Compiled(time.perf_counter() - began, error=_sentence(error))
+                out[name] = Compiled(
+                    time.perf_counter() - began, time.process_time() - worked, error=_sentence(error)
+                )
                 continue
-            spent = time.perf_counter() - began
+            spent = time.perf_counter() - began, time.process_time() - worked
             if inspect is not None:
                 inspect(name, compiled)
             kv, rows = model.rules.kv_heads, chunk if name == "prefill" else width
@@ -121,7 +124,7 @@ def compile_steps(
             cache = struct((batch, kv, size, config.head_dim), dtype)
             said, counted = compiled.memory_analysis(), compiled.cost_analysis() or {}
             out[name] = Compiled(
-                spent, model.setting.attention.backend(q, cache).name, said.argument_size_in_bytes,
+                *spent, model.setting.attention.backend(q, cache).name, said.argument_size_in_bytes,
                 said.output_size_in_bytes, said.alias_size_in_bytes, said.temp_size_in_bytes,
                 said.generated_code_size_in_bytes, counted.get("flops"), counted.get("bytes accessed"),
             )  # fmt: skip

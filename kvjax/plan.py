@@ -114,9 +114,8 @@ class Plan:
             counts = "gives no counts"
             if said.flops is not None:
                 counts = f"{said.flops / 1e9:.2f} G flops, {_bytes(int(said.bytes_accessed or 0)).strip()} accessed"
-            lines.append(
-                f"  {step.name:8} in {said.seconds:5.1f} s, attention kernel {said.attention!r}; {counts}"
-            )
+            time = f"{said.seconds:.1f} s ({said.cpu_seconds:.1f} s of CPU)"
+            lines.append(f"  {step.name:8} in {time}, attention kernel {said.attention!r}; {counts}")
         return "\n".join(lines)
 
     def _verdict(self) -> str:

@@ -147,7 +147,7 @@ def test_every_known_geometry_plans_on_every_target():
 
 def test_a_step_too_large_for_the_device():
     """What the compiler said of memory decides, whatever the ledger says."""
-    fine = aot.Compiled(1.0, "tpu", 10, 10, 10, temporaries=7, code=2)
+    fine = aot.Compiled(1.0, 1.0, "tpu", 10, 10, 10, temporaries=7, code=2)
     refused = aot.Compiled(1.0, error="Used 17.1G of 15.75G hbm")
     answer = ledger("qwen3-0.6b", "v5e-8")
     steps = [dataclasses.replace(step, compiled=fine) for step in answer.steps]
