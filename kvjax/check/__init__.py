@@ -19,10 +19,10 @@ from kvjax.check.drafters import DRAFTERS, Drafter
 from kvjax.check.identity import batches, identity
 from kvjax.check.programs import Programs, Step
 from kvjax.check.prompts import known, prompts
-from kvjax.check.report import Bar, ModelReport, Report
+from kvjax.check.report import ModelReport, Report
 from kvjax.lm import LM
 
-__all__ = ["DRAFTERS", "Bar", "Drafter", "ModelReport", "Report", "check"]
+__all__ = ["DRAFTERS", "Drafter", "ModelReport", "Report", "check"]
 
 BATCH, SIZE = 8, 256
 EDGE = {"float32": 1e-3, "bfloat16": TAU_LIMIT["bfloat16"]}
@@ -84,7 +84,7 @@ def check(
     }  # fmt: skip
     names = ("distribution", "identity", "differences", "programs", "mismatches")
     tables = dict(zip(names, (laws, rows, differences, table, mismatches)))
-    return ModelReport(lm.id, about, tables, (*first, *second, *third))
+    return ModelReport(lm.id, about, tables, [*first, *second, *third])
 
 
 def _progress(name: str, total: int) -> tuple[Step, Step]:

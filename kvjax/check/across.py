@@ -16,10 +16,11 @@ from kvjax.check import host
 from kvjax.check.identity import Pair, first_difference
 from kvjax.check.programs import KEY
 from kvjax.check.prompts import known, prompts
-from kvjax.check.report import Bar, Row
+from kvjax.check.report import Row
 from kvjax.check.teacher import Teacher, neutral
 from kvjax.decode.sampler import noise
 from kvjax.lm import LM
+from kvjax.report import Bar
 
 FACTOR = 4.0
 TAU_LIMIT = {"float32": 5e-4, "bfloat16": 2.0}
@@ -52,8 +53,8 @@ def across(
         mismatches += found
         step()
     bars = [
-        Bar.at_most("programs: unexplained mismatches", sum(row["unexplained"] for row in table), 0),
-        Bar.at_most("programs: tau", max(row["tau"] for row in table), bound),
+        Bar("programs: unexplained mismatches", sum(row["unexplained"] for row in table), "<=", 0),
+        Bar("programs: tau", max(row["tau"] for row in table), "<=", bound),
     ]
     return table, mismatches, bars
 

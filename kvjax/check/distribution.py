@@ -21,10 +21,11 @@ from kvjax.check.host import Setting
 from kvjax.check.identity import MIXED_VOCAB
 from kvjax.check.programs import Programs, Request
 from kvjax.check.prompts import known, prompts
-from kvjax.check.report import Bar, Row
+from kvjax.check.report import Row
 from kvjax.check.teacher import Teacher
 from kvjax.decode.sources import Oracle, Stateless
 from kvjax.lm import LM
+from kvjax.report import Bar
 
 PROMPTS, LENGTH, NEW, WIDTH, ROWS = 3, 13, 3, 4, 32
 ALARM = 1e-3  # chance that correct code fails one check: Bonferroni over its tests
@@ -80,9 +81,9 @@ def distribution(programs: Programs, samples: int, edge: float) -> tuple[list[Ro
     table = tests(seen)
     worst = min(row["p"] for row in table) * len(table)
     return table, [
-        Bar.at_least("distribution: smallest p-value times number of tests", worst, ALARM),
-        Bar.at_most("distribution: tokens outside the filters", outside, 0),
-        Bar.at_least("distribution: accepted drafts", accepted, 1),
+        Bar("distribution: smallest p-value times number of tests", worst, ">=", ALARM),
+        Bar("distribution: tokens outside the filters", outside, "<=", 0),
+        Bar("distribution: accepted drafts", accepted, ">=", 1),
     ]
 
 

@@ -37,13 +37,15 @@ class Request:
 
 
 class Answer(NamedTuple):
-    """tokens: [n] emitted; logprobs: [n] float32; text: [S] prompt and answer; rounds and accepted drafts."""
+    """tokens: [n] emitted; logprobs: [n] float32; text: [S] prompt and answer; rounds and accepted drafts;
+    filled: valid slots of the cache, which must be all tokens but the last."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     text: np.ndarray
     rounds: int
     accepted: int
+    filled: int
 
 
 class Loaded(NamedTuple):
@@ -101,15 +103,20 @@ class Programs:
                 lm.model, source, program, lm.params, draft_params, state, self._sampling(rows), KEY,
                 np.int32(2**31 - 1), np.full(self.batch, -1, np.int32),
             )  # fmt: skip
-            tokens, length, scores, rounds, accepted = (
-                np.asarray(x)
-                for x in (state.tokens, state.length, state.logprobs, state.rounds, state.accepted)
+            parts = (
+                state.tokens,
+                state.length,
+                state.logprobs,
+                state.rounds,
+                state.accepted,
+                state.cache.filled,
             )
+            tokens, length, scores, *counts = (np.asarray(x) for x in parts)
         answers: list[Answer | None] = []
         for b, row in enumerate(rows):
             first, last = int(loaded.length[b]), int(length[b])
             new = slice(first, last)
-            answer = Answer(tokens[b, new], scores[b, new], tokens[b], int(rounds[b]), int(accepted[b]))
+            answer = Answer(tokens[b, new], scores[b, new], tokens[b], *(int(x[b]) for x in counts))
             answers.append(None if row is None else answer)
         self.step()
         return answers

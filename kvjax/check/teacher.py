@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention import MaskSpec
 from kvjax.cache import commit
 from kvjax.check.programs import read
 from kvjax.decode.sources import Stateless
@@ -74,10 +73,11 @@ def _block(model: Model, params: Any, cache: Any, ids: jax.Array) -> tuple[jax.A
     """A round's forward over given ids [B, W], all of which are kept."""
     ids = model.rules.reshard(ids, "batch", None)
     pos = cache.filled[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)
-    out = model.forward(params, ids, pos, cache, MaskSpec())
+    out = model.forward(params, ids, pos, cache)
+    assert out.cache is not None
     count = model.rules.reshard(jnp.full(ids.shape[:1], ids.shape[1], jnp.int32), "batch")
     return model.rules.reshard(out.logits, "batch", None, None), commit(
-        cache, out.rows, count, rules=model.rules
+        out.cache, None, count, rules=model.rules
     )
 
 
