@@ -126,6 +126,8 @@ class Plan:
         if not self.fits:
             return f"does not fit by {_bytes(self.total - room).strip()}"
         verdict = f"fits, {_bytes(room - self.total).strip()} ({1 - self.total / room:.0%}) free"
+        if self.target.platform == "gpu" and self.total > 0.75 * room:
+            verdict += ", but JAX takes only 75% of a GPU unless told otherwise"
         return verdict if self.temporaries is not None else verdict + " for temporaries"
 
     def to_json(self) -> dict[str, Any]:

@@ -179,3 +179,23 @@ def test_status_line_goes_away(capsys):
     assert "compiling prefill" in shown and shown.endswith("\r\x1b[K")
     assert aot._listen(io.StringIO('{"stage": "prefill"}\n'), "v5e-8", False) is None
     assert capsys.readouterr().err == ""
+
+
+def test_a_real_file_and_its_known_geometry_are_planned_alike(smollm2):
+    name, config = plan.find(str(smollm2))
+    known = plan.find("smollm2-135m")[1]
+    for field in (
+        "vocab",
+        "hidden",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate",
+        "tie",
+        "rope",
+    ):
+        assert getattr(config, field) == getattr(known, field), field
+    assert (
+        plan.plan(config, "v5e-4", model=name, compile=False).memory == ledger("smollm2-135m", "v5e-4").memory
+    )
