@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import importlib
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache import View, write
-from kvjax.kernels.block_attention import gpu, ref, tpu
 from kvjax.sharding import Rules
 from kvjax.typing import Array, Bool, Float, Int, typed
 
@@ -68,20 +68,29 @@ class MaskSpec:
         return seen
 
 
-class Backend(NamedTuple):
-    """A `block_attention` implementation. `is_supported(q, k, platform=, device_kind=)` is None, or a sentence
-    saying why not."""
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A `block_attention` implementation: a module, imported only for its platform (None: any), since Pallas alone
+    costs half a second of a start."""
 
     name: str
-    is_supported: Callable[..., str | None]
-    run: Callable[..., tuple[jax.Array, jax.Array]]
+    module: str
+    platform: str | None = None
+
+    def is_supported(self, q: Any, k: Any, *, platform: str, device_kind: str = "") -> str | None:
+        """None, or a sentence saying why q [B, K, R, H] and k [B, K, S, H] cannot be served on this device."""
+        if self.platform not in (None, platform):
+            return f"the {self.platform.upper()} kernel runs on no other platform, and the device is a {platform}"
+        return self._load().is_supported(q, k, platform=platform, device_kind=device_kind)
+
+    def run(self, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+        return self._load().block_attention(*args, **kwargs)
+
+    def _load(self) -> ModuleType:
+        return importlib.import_module(f"kvjax.kernels.block_attention.{self.module}")
 
 
-BACKENDS = (
-    Backend("tpu", tpu.is_supported, tpu.block_attention),
-    Backend("gpu", gpu.is_supported, gpu.block_attention),
-    Backend("xla", ref.is_supported, ref.block_attention),
-)
+BACKENDS = (Backend("tpu", "tpu", "tpu"), Backend("gpu", "gpu", "gpu"), Backend("xla", "ref"))
 
 
 @dataclasses.dataclass(frozen=True)
