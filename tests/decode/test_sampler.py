@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvjax.decode.sampler import SamplerProgram, Sampling, filtered, log_probability, noise, sample
 from tests.decode.reference import filtered_probabilities
 
-B, W, V = 4, 2, 32
+B, W, V = 4, 2, 64
 FULL = SamplerProgram(greedy=False, sort=True)
 KEY = jax.random.key(0)
 
@@ -116,7 +116,7 @@ def test_ids_beyond_the_limit_are_never_drawn() -> None:
     logits = some_logits(3)
     logits[..., 20:] += 50
     pos = np.arange(B * W, dtype=np.int32).reshape(B, W)
-    for greedy, sort in ((True, False), (False, True), (False, False)):
+    for greedy, sort in ((True, False), (False, True)):
         sampling = Sampling.create(
             B, temperature=0.0 if greedy else [0.2, 0.7, 1.0, 2.0], top_k=3 if sort else 0
         )
