@@ -79,7 +79,7 @@ def distribution(programs: Programs, samples: int, edge: float) -> tuple[list[Ro
                 for row, text, scores in zip(rows, told, logits):
                     outside += take(seen[row.setting], row, text[len(ids) :][:NEW], scores, limit, edge, rng)
     table = tests(seen)
-    worst = min(row["p"] for row in table) * len(table)
+    worst = min(1.0, min(row["p"] for row in table) * len(table))
     return table, [
         Bar("distribution: smallest p-value times number of tests", worst, ">=", ALARM),
         Bar("distribution: tokens outside the filters", outside, "<=", 0),
