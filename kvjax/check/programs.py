@@ -1,5 +1,6 @@
-"""Running requests through the compiled programs under test, exactly as `serve.generate` does.
+"""Running requests through the compiled programs under test, the ones `serve.generate` runs.
 
+No stop ids, so that every answer has its full length, and always with log-probabilities, which are compared.
 All runs share a batch, a size and a chunk, so there is one program per (source, sampler). Prompts are read once
 and their state is copied for each run.
 """

@@ -100,3 +100,9 @@ def test_arrangements_of_rows():
 def test_wrong_arguments_are_named(golden_dirs, options, named):
     with pytest.raises(ValueError, match=named):
         check(kvjax.load(golden_dirs[0]), **options)
+
+
+@pytest.mark.slow
+def test_a_real_model_passes(smollm2):
+    report = Report((check(kvjax.load(smollm2), count=8, tokens=16, widths=(4,), samples=96),))
+    assert report.ok, report.text()
