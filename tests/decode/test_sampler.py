@@ -65,6 +65,17 @@ def test_filters(seed, ties, rows) -> None:
             assert any(close), (row, got[b, w], want)
 
 
+def test_both_zeros_are_one_value() -> None:
+    """At the edge of top-k and of top-p, 0.0 and -0.0 are tied."""
+    logits = np.full((B, W, V), -3, np.float32)
+    logits[..., :4] = [1.0, 0.0, -0.0, -1.0]
+    kept = (
+        probabilities(logits, Sampling.create(B, temperature=1.0, top_k=[2, 2, 0, 0], top_p=[1, 1, 0.4, 0.4]))
+        > 0
+    )
+    assert (np.asarray(kept) == (np.arange(V) < 3)).all()
+
+
 def test_a_program_without_sort_has_the_same_rest() -> None:
     logits = some_logits(1)
     sampling = Sampling.create(B, temperature=[0.5, 1.0, 2.0, 1.0], min_p=[0.0, 0.1, 0.3, 0.0])
