@@ -91,7 +91,7 @@ def compile_steps(
 
     model = build(config, make_mesh(*mesh, devices=topology.devices(target)), dtype)
     source = Plain() if width == 1 else Ngram(width=width)
-    program = SamplerProgram(greedy=not sampled, sort=sampled)
+    program = SamplerProgram(greedy=not sampled, edges=sampled)
     struct = jax.ShapeDtypeStruct
     row, one, params = struct((batch,), np.int32), struct((), np.int32), model.abstract()
     sampling = jax.tree.map(lambda x: struct(x.shape, x.dtype), Sampling.create(batch))

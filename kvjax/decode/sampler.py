@@ -76,13 +76,13 @@ class Sampling:
 class SamplerProgram:
     """The static part: what the compiled program must be able to do.
 
-    greedy: no row samples. sort: some row uses top_k or top_p, whose edges must be found. limit: ids >= limit are
+    greedy: no row samples. edges: some row uses top_k or top_p, whose edges must be found. limit: ids >= limit are
     never chosen (rows of a padded vocabulary that the tokenizer lacks); None allows all. logprobs: return log p
     of the chosen tokens.
     """
 
     greedy: bool = True
-    sort: bool = False
+    edges: bool = False
     limit: int | None = None
     logprobs: bool = False
 
@@ -91,8 +91,8 @@ class SamplerProgram:
         """The smallest program that serves these (host) parameters."""
         greedy = not np.any(np.asarray(sampling.temperature) > 0)
         active = np.asarray(sampling.temperature) > 0
-        sort = bool(np.any(active & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))))
-        return cls(bool(greedy), sort, limit, logprobs)
+        edges = bool(np.any(active & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))))
+        return cls(bool(greedy), edges, limit, logprobs)
 
 
 def noise(
@@ -118,7 +118,7 @@ def filtered(
     warm = sampling.temperature > 0
     z = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None, None]
     keep = jnp.ones(z.shape, bool)
-    if program.sort:
+    if program.edges:
         keep = _inside(z, sampling.top_k[:, None], sampling.top_p[:, None])
     # log(0) is -inf: min_p 0 keeps everything.
     floor = z.max(-1, keepdims=True) + jnp.log(sampling.min_p)[:, None, None]

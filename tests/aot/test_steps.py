@@ -87,7 +87,7 @@ def test_meshes(request, name: str, target: str, options: dict):
 
 
 def test_sampled_rounds_compile(request):
-    """top-k and top-p bring a sort of the vocabulary."""
+    """top-k and top-p bring passes over the vocabulary."""
     need(request, "v6e-8")
     config = dataclasses.replace(plan.find("llama-3.1-8b")[1], num_layers=1, windows=())
     found = aot.compile_steps(

@@ -30,7 +30,7 @@ KEY = jax.random.key(5)
 # Greedy and sampled rows of every kind in one program.
 MIXED = {"temperature": [0.0, 1.0, 0.7, 1.2], "top_k": [0, 0, 8, 0], "top_p": [1.0, 1.0, 1.0, 0.9],
          "min_p": [0.0, 0.0, 0.0, 0.02], "seed": [1, 2, 3, 4]}  # fmt: skip
-PROGRAM = SamplerProgram(greedy=False, sort=True, limit=LIMIT, logprobs=True)
+PROGRAM = SamplerProgram(greedy=False, edges=True, limit=LIMIT, logprobs=True)
 
 
 @functools.cache
@@ -426,7 +426,7 @@ def test_sampled_answers_have_the_models_distribution() -> None:
     tokens = np.tile(np.array([*prompt, 0, 0, 0, 0, 0], np.int32), (n, 1))
     drafts = np.random.default_rng(0).integers(0, 8, (n, 8)).astype(np.int32)
     seeds = Sampling.create(n, seed=np.arange(n), max_new=2, **how)
-    program, source = SamplerProgram(greedy=False, sort=True), Oracle(width=3)
+    program, source = SamplerProgram(greedy=False, edges=True), Oracle(width=3)
     out = compiled(
         lm.model, source, program, lm.params, drafts, tokens, np.full(n, 3, np.int32), seeds, chunk=4
     )

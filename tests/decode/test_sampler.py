@@ -15,7 +15,7 @@ from kvjax.decode.sampler import SamplerProgram, Sampling, filtered, log_probabi
 from tests.decode.reference import filtered_probabilities
 
 B, W, V = 4, 2, 64
-FULL = SamplerProgram(greedy=False, sort=True)
+FULL = SamplerProgram(greedy=False, edges=True)
 KEY = jax.random.key(0)
 
 

@@ -73,7 +73,7 @@ SETTINGS = (
     {"temperature": 0.9, "min_p": 0.2},
     {"temperature": 1.2, "top_k": 4, "top_p": 0.85, "min_p": 0.05},
 )
-PROGRAM = SamplerProgram(greedy=False, sort=True)
+PROGRAM = SamplerProgram(greedy=False, edges=True)
 KEY = jax.random.key(11)
 
 

@@ -31,7 +31,9 @@ def test_weights_are_the_left_operand():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize(("inner", "outer"), [((12,), (7,)), ((3, 4), (7,)), ((12,), (2, 5)), ((12,), (3, 2, 5))])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [((12,), (7,)), ((3, 4), (7,)), ((12,), (2, 5)), ((12,), (3, 2, 5))]
+)
 def test_product(platform, inner, outer):
     setting = Setting(SETTING.rules, "float32", Choice(platform))
     rng = np.random.default_rng(0)
