@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvjax import topology
+from kvjax.resources import ResourceError
 
 
 def test_unknown_target_is_named():
@@ -24,7 +25,7 @@ def test_missing_compiler_is_named(name: str, package: str):
 
 def test_gpu_description_is_readable():
     assert "compute_capability { major: 9" in topology._specification("h100")
-    with pytest.raises(topology.TopologyError, match="configs/targets/b200.txtpb"):
+    with pytest.raises(ResourceError, match="configs/targets/b200.txtpb"):
         topology._specification("b200")
 
 
