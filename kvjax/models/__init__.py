@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -90,11 +91,12 @@ class Model:
         return self.bind(params)(inputs, pos, cache, mask, taps=taps, logits=logits, at=at)
 
 
+@functools.lru_cache(maxsize=64)
 def build(
     config: ModelConfig, mesh: Mesh | None = None, dtype: str = "float32", attention: str | None = None,
     device: Any = None,
 ) -> Model:  # fmt: skip
-    """The static model of `config`.
+    """The static model of `config`: the same object for the same arguments, so a model loaded twice compiles once.
 
     Args:
       mesh: (`data`, `model`) mesh, or None for one device.

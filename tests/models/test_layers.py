@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.attention import Choice
 from kvjax.config import ModelConfig, RopeConfig
+from kvjax.models import build
 from kvjax.models.layers import Setting, linear
 from kvjax.sharding import Rules
 
@@ -41,3 +42,9 @@ def test_product(platform, inner, outer):
     y = linear(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), setting)
     flat = x.reshape(6, 12) @ w.reshape(-1, 12).T
     np.testing.assert_allclose(y, flat.reshape(2, 3, *outer), atol=1e-5)
+
+
+def test_the_same_model_is_built_once():
+    """A model loaded twice is one static argument to jit: it compiles once."""
+    assert build(CONFIG) is build(CONFIG)
+    assert build(CONFIG) is not build(CONFIG, None, "bfloat16")

@@ -174,6 +174,7 @@ def test_a_round_moves_no_cache():
 @pytest.mark.parametrize("name, mesh", [("k3", (2, 2)), ("k2-n6", (1, 8))])
 def test_replicated_attention_is_said_once(name, mesh, caplog):
     config, m = CONFIGS[name], mesh[1]
+    build.cache_clear()  # said when a model is built, not again for the same one
     with caplog.at_level(logging.WARNING, logger="kvjax"):
         forwarded(name, mesh, 1)
     said = [r.getMessage() for r in caplog.records if "replicated" in r.getMessage()]
@@ -183,6 +184,7 @@ def test_replicated_attention_is_said_once(name, mesh, caplog):
 
 
 def test_sharded_attention_says_nothing(caplog):
+    build.cache_clear()
     with caplog.at_level(logging.WARNING, logger="kvjax"):
         build(CONFIGS["k2"], make_mesh(1, 8))
     assert not caplog.records
