@@ -52,6 +52,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Drop each module's compiled programs: every one holds dozens of memory maps, and Linux grants a process
+    65,530, which the whole suite would come near."""
+    yield
+    jax.clear_caches()
+
+
 CACHE_OPTIONS = (
     "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",
