@@ -345,12 +345,10 @@ def keep_programs(directory: Path | None, disabled: bool) -> None:
     """Turn JAX's persistent compilation cache on, or off when asked to."""
     if disabled and directory is not None:
         raise click.UsageError("--compile-cache and --no-compile-cache contradict each other")
-    import jax
-
-    from kvjax.compilation import compile_cache
+    from kvjax.compilation import compile_cache, no_compile_cache
 
     if disabled:
-        jax.config.update("jax_enable_compilation_cache", False)
+        no_compile_cache()
     else:
         compile_cache(directory)
 

@@ -46,11 +46,21 @@ def compile_cache(directory: str | Path | None = None) -> Path:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # JAX decides at the first compilation of a process whether and where it caches; make it decide again.
+    _decide_again()
+    return path
+
+
+def no_compile_cache() -> None:
+    """Keep and read no compiled programs from here on, also where a cache was in use before."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    _decide_again()
+
+
+def _decide_again() -> None:
+    """JAX settles at the first compilation of a process whether and where it caches; make it look again."""
     from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
     jax_cache.reset_cache()
-    return path
 
 
 def cpu_key() -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from click.testing import CliRunner, Result
 
@@ -242,9 +243,13 @@ def test_pull_lists_the_named_models():
     assert all(m["bytes"] > 0 and m["licence"] for m in models)
 
 
-def test_the_compile_cache_can_be_refused(restored_cache_options):
-    before = run("generate", MODEL, "in the", "--json", "-n", "3", "--no-compile-cache")
-    assert json.loads(before.stdout)["cache_hits"] == 0
+def test_the_compile_cache_can_be_refused(restored_cache_options, tmp_path):
+    """Also in a process that used one: JAX remembers that it did."""
+    answer = ("generate", MODEL, "in the", "--json", "-n", "3")
+    for hits, cache in ((False, tmp_path), (True, tmp_path), (False, None)):
+        jax.clear_caches()
+        found = run(*answer, *(("--compile-cache", str(cache)) if cache else ("--no-compile-cache",)))
+        assert (json.loads(found.stdout)["cache_hits"] > 0) == hits
 
 
 def test_compiled_programs_serve_the_next_process(tmp_path):
