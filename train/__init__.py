@@ -1,0 +1,1 @@
+"""Training: corpus, pipeline, step, runs."""
