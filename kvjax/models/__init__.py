@@ -90,11 +90,18 @@ class Model:
                 raise ValueError(f"tap {tap} is not a layer of this model (0..{self.config.num_layers - 1})")
         return self.bind(params)(inputs, pos, cache, mask, taps=taps, logits=logits, at=at)
 
+    def hidden(
+        self, params: Params, inputs: jax.Array, pos: jax.Array, *, remat: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """For training: (normed last hidden state [B, T, D], the head's weight [V, D]). See `Decoder.hidden`."""
+        decoder = self.bind(params)
+        return decoder.hidden(inputs, pos, remat=remat), decoder.head
+
 
 @functools.lru_cache(maxsize=64)
 def build(
     config: ModelConfig, mesh: Mesh | None = None, dtype: str = "float32", attention: str | None = None,
-    device: Any = None,
+    device: Any = None, train: bool = False,
 ) -> Model:  # fmt: skip
     """The static model of `config`: the same object for the same arguments, so a model loaded twice compiles once.
 
@@ -103,6 +110,7 @@ def build(
       dtype: of weights, activations and cache: "float32" or "bfloat16".
       attention: name of an attention backend; None takes the first that supports this.
       device: a device of the kind it will run on; default the mesh's first, or JAX's first.
+      train: products in the order that is fast for gradients (`Model.hidden`); the parameters are the same.
 
     Raises:
       MeshError, ValueError: see `Rules.create` and `Choice.backend`.
@@ -115,7 +123,7 @@ def build(
     if attention is not None:  # a named backend fails here, not in the middle of a request
         kv, h = rules.kv_heads, config.head_dim
         choice.backend(*(jax.ShapeDtypeStruct((1, kv, r, h), dtype) for r in (config.num_heads // kv, 256)))
-    setting = Setting(rules, dtype, choice)
+    setting = Setting(rules, dtype, choice, train)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         abstract = nnx.eval_shape(lambda: Decoder(config, setting, nnx.Rngs(0)))
     graph, state = nnx.split(abstract)

@@ -67,12 +67,21 @@ class Attention(nnx.Module):
         setting, g = self.setting, self.groups
         batch, t, _ = x.shape
         with jax.named_scope("qkv"):
-            qkv = linear(x, self.qkv_proj[...], setting)
-            if self.qkv_bias is not None:
-                qkv = qkv + self.qkv_bias[...]
-            kv, rows = qkv.shape[2], qkv.shape[3]
-            qkv = qkv.reshape(batch, t, kv, g + 2, rows // (g + 2))
-            q, k, v = qkv[:, :, :, :g], qkv[:, :, :, g], qkv[:, :, :, g + 1]
+            kv, rows = self.qkv_proj.shape[0], self.qkv_proj.shape[1]
+            width = rows // (g + 2)
+            if setting.train:
+                cuts = (slice(0, g * width), slice(g * width, (g + 1) * width), slice((g + 1) * width, None))
+                parts = [linear(x, self.qkv_proj[...][:, cut], setting) for cut in cuts]
+                if self.qkv_bias is not None:
+                    parts = [part + self.qkv_bias[...][:, cut] for part, cut in zip(parts, cuts)]
+                q, k, v = parts
+                q = q.reshape(batch, t, kv, g, width)
+            else:
+                qkv = linear(x, self.qkv_proj[...], setting)
+                if self.qkv_bias is not None:
+                    qkv = qkv + self.qkv_bias[...]
+                qkv = qkv.reshape(batch, t, kv, g + 2, width)
+                q, k, v = qkv[:, :, :, :g], qkv[:, :, :, g], qkv[:, :, :, g + 1]
             if self.q_norm is not None and self.k_norm is not None:
                 q = rms_norm(q, self.q_norm[...], self.eps)
                 k = rms_norm(k, self.k_norm[...], self.eps)
@@ -101,12 +110,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x):
         with jax.named_scope("mlp"):
-            both = linear(x, self.gate_up_proj[...], self.setting)
-            if self.gate_up_bias is not None:
-                both = both + self.gate_up_bias[...]
-            out = linear(
-                jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down_proj[...], self.setting, reduced=True
-            )
+            if self.setting.train:
+                gate, up = (linear(x, self.gate_up_proj[...][i], self.setting) for i in (0, 1))
+            else:
+                both = linear(x, self.gate_up_proj[...], self.setting)
+                if self.gate_up_bias is not None:
+                    both = both + self.gate_up_bias[...]
+                gate, up = both[:, :, 0], both[:, :, 1]
+            out = linear(jax.nn.silu(gate) * up, self.down_proj[...], self.setting, reduced=True)
         return out if self.down_bias is None else out + self.down_bias[...]
 
 
@@ -149,11 +160,7 @@ class Decoder(nnx.Module):
           at: pos[:, 0] as a scalar where all rows share it.
         """
         config, setting = self.config, self.setting
-        if jnp.issubdtype(inputs.dtype, jnp.integer):
-            spec = setting.rules.spec("batch", None, None)
-            x = self.embed[...].at[inputs].get(mode="clip", out_sharding=spec)
-        else:
-            x = inputs.astype(setting.dtype)
+        x = self._embed(inputs)
         cos, sin = cos_sin(pos, config.rope, config.head_dim)
         rows, written, tapped = [], [], {}
         for i, layer in enumerate(self.layers):
@@ -168,10 +175,37 @@ class Decoder(nnx.Module):
         out = None
         if logits:
             with jax.named_scope("head"):
-                head = self.embed if self.lm_head is None else self.lm_head
-                out = linear(rms_norm(x, self.norm[...], config.eps), head[...], setting, dtype=jnp.float32)
+                out = linear(rms_norm(x, self.norm[...], config.eps), self.head, setting, dtype=jnp.float32)
         features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
         after = None
         if cache is not None and written:
             after = KVCache(tuple(w.k for w in written), tuple(w.v for w in written), cache.filled)
         return Output(out, tuple(rows), features, after)
+
+    def hidden(self, inputs: jax.Array, pos: jax.Array, *, remat: bool = False) -> jax.Array:
+        """What the head reads, [B, T, D], of whole sequences that nothing precedes; for training.
+
+        remat: keep only the layers' inputs for the backward pass, and compute the rest again there.
+        """
+        config = self.config
+        x = self._embed(inputs)
+        cos, sin = cos_sin(pos, config.rope, config.head_dim)
+        for i, layer in enumerate(self.layers):
+            window = config.windows[i] if config.windows else None
+
+            def run(x: jax.Array, layer: Layer = layer, window: int | None = window) -> jax.Array:
+                return layer(x, cos, sin, None, pos, MaskSpec(), window, None)[0]
+
+            x = (jax.checkpoint(run) if remat else run)(x)
+        return rms_norm(x, self.norm[...], config.eps)
+
+    @property
+    def head(self) -> jax.Array:
+        """[V, D]: the head's weight, the embedding where they are tied."""
+        return (self.embed if self.lm_head is None else self.lm_head)[...]
+
+    def _embed(self, inputs: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            return inputs.astype(self.setting.dtype)
+        spec = self.setting.rules.spec("batch", None, None)
+        return self.embed[...].at[inputs].get(mode="clip", out_sharding=spec)

@@ -20,6 +20,8 @@ class Setting:
     rules: Rules
     dtype: str
     attention: Choice
+    train: bool = False
+    """Gradients are wanted: products in the order that is fast for many rows and both directions."""
 
 
 def linear(
@@ -36,7 +38,7 @@ def linear(
     inner = x.ndim - 2
     outer = weight.ndim - inner
     contract_x, contract_w = tuple(range(2, x.ndim)), tuple(range(outer, weight.ndim))
-    left = setting.attention.platform == "cpu"
+    left = setting.attention.platform == "cpu" and not setting.train
     sharding = None
     if reduced and setting.rules.mesh is not None:
         batch = setting.rules.spec("batch")[0]  # type: ignore[index]

@@ -1,0 +1,249 @@
+"""The one training loop: resume, step, log, evaluate, save, stop on trouble. What is trained is a `Task`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from kvjax.sharding import Rules
+from train import step as stepping
+from train.checkpoint import Checkpoints, write_json
+from train.config import Phase, TrainConfig, TrainError, differences
+from train.data import Batches
+
+log = logging.getLogger("kvjax")
+CONFIG, METRICS, CHECKPOINTS, FAILED = "config.json", "metrics.jsonl", "checkpoints", "failed"
+
+
+class Task(Protocol):
+    """What a run trains."""
+
+    rules: Rules
+    metric: str  # of `evaluate`: the one whose lowest value is best
+
+    def init(self) -> tuple[Any, Any]:
+        """(float32 parameters to train, the same tree of bool: which get weight decay)."""
+
+    def loss(
+        self, params: Any, batch: Any, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """See `train.step.Loss`."""
+
+    def data(self, phase: Phase, index: int) -> Any:
+        """The grain dataset of phase number `index`: dictionaries of arrays [B, ...]."""
+
+    def evaluate(self, params: Any) -> dict[str, float]:
+        """Figures on the selection split; lower is better for `metric`."""
+
+    def facts(self) -> dict[str, Any]:
+        """What identifies the data and whatever else a resumed run must find unchanged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A finished (or paused) run: its parameters at the last step, and where they stand."""
+
+    params: Any
+    step: int
+    done: bool
+    metrics: dict[str, float]
+
+
+def fit(
+    task: Task, config: TrainConfig, directory: str | Path, *, stop_at: int | None = None, minutes: float | None = None
+) -> Trained:  # fmt: skip
+    """Train, or go on training, in `directory`.
+
+    The batches and the arithmetic of a resumed run are those of an uninterrupted one: on a CPU its losses are the
+    same bits.
+
+    Args:
+      stop_at, minutes: pause (with a checkpoint) at this step, or after about this time.
+
+    Raises:
+      TrainError: the directory belongs to another configuration (the keys are named), its checkpoints cannot be
+        read or written, a loss or gradient is not finite (batch and state are saved under `failed/`), or the loss
+        climbs above its start.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _same_run(directory / CONFIG, {**config.flat(), **{f"task.{k}": v for k, v in task.facts().items()}})
+    with task.rules.context():
+        return _fit(task, config, directory, stop_at, minutes)
+
+
+def _fit(
+    task: Task, config: TrainConfig, directory: Path, stop_at: int | None, minutes: float | None
+) -> Trained:
+    run, total = config.run, config.steps
+    end = total if stop_at is None else min(stop_at, total)
+    params, decayed = task.init()
+    transform = stepping.optimizer(config.optimizer, total, decayed)
+    rate = stepping.schedule(config.optimizer, total)
+    state = stepping.create(params, transform, run.seed)
+    del params
+    at, position, scores = 0, None, {}
+    checkpoints = Checkpoints(directory / CHECKPOINTS, keep=run.keep, best=task.metric)
+    found = checkpoints.load(jax.tree.map(_abstract, state))
+    if found is not None:
+        at, state, position = found
+        log.info("resuming %s at step %d of %d", config.name, at, total)
+    journal = Journal(directory / METRICS, at)
+    guard = Guard(run.diverged, journal.losses)
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    bar = tqdm(total=total, initial=at, unit="step", desc=config.name, disable=not sys.stderr.isatty())
+    try:
+        while at < end and time.monotonic() < deadline:
+            index, inside = config.phase_at(at)
+            phase = config.phases[index]
+            last = min(end, at + phase.steps - inside)
+            step = stepping.make_step(task.loss, transform, rate, phase.accumulate)
+            batches = Batches(task.data(phase, index), position if inside else None)
+            following = next(batches)
+            while at < last and time.monotonic() < deadline:
+                batch, position = following, batches.position()
+                began = time.perf_counter()
+                state, metrics = step(state, _lay_out(batch, phase, task.rules))
+                following = next(batches)  # while the device works
+                metrics = {name: float(value) for name, value in metrics.items()}
+                seconds = time.perf_counter() - began
+                if not metrics.pop("healthy"):
+                    raise _failed(directory, at, batch, state, metrics)
+                at += 1
+                tokens = phase.batch * phase.length
+                bar.update()
+                bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {tokens / seconds:,.0f} tokens/s")
+                entry = {"step": at, **metrics, "tokens": tokens, "seconds": round(seconds, 4)}
+                if at % run.every == 0 or at == last or time.monotonic() >= deadline:
+                    scores = task.evaluate(state.params)
+                    entry |= scores
+                    checkpoints.save(at, state, position, scores)
+                    told = {"loss": metrics["loss"], **scores}
+                    log.info(
+                        "step %d of %d: %s", at, total, ", ".join(f"{k} {v:.4f}" for k, v in told.items())
+                    )
+                journal.write(entry)
+                guard.see(at, metrics["loss"])
+    finally:
+        bar.close()
+        journal.close()
+    checkpoints.close()
+    return Trained(state.params, at, at == total, scores)
+
+
+class Journal:
+    """`metrics.jsonl`: one line a step. Lines beyond the step a run is resumed at are dropped."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        self.losses: list[float] = []
+        kept = []
+        if path.exists():
+            for line in path.read_text("utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # the line that was being written when the run was killed
+                    break
+                if entry["step"] <= at:
+                    kept.append(line)
+                    self.losses.append(entry["loss"])
+            part = path.with_name(f".{path.name}.part")
+            part.write_text("".join(line + "\n" for line in kept), "utf-8")
+            part.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Guard:
+    """Notices a run that diverges: its smoothed loss climbs above `limit` times that of the first steps."""
+
+    WINDOW = 20
+
+    def __init__(self, limit: float, losses: list[float]) -> None:
+        self._limit = limit
+        self._first = losses[: self.WINDOW]
+        self._recent = losses[-self.WINDOW :]
+
+    def see(self, step: int, loss: float) -> None:
+        """
+        Raises:
+          TrainError: the run has diverged.
+        """
+        if len(self._first) < self.WINDOW:
+            self._first.append(loss)
+        self._recent = [*self._recent, loss][-self.WINDOW :]
+        if len(self._recent) < self.WINDOW:
+            return
+        recent, first = float(np.mean(self._recent)), float(np.mean(self._first))
+        if recent > self._limit * first:
+            raise TrainError(
+                f"diverged: mean loss of steps {step - self.WINDOW + 1} to {step} is {recent:.3f}, against"
+                f" {first:.3f} at the start; lower optimizer.rate or lengthen optimizer.warmup"
+            )
+
+
+def _same_run(path: Path, config: dict[str, Any]) -> None:
+    if not path.exists():
+        write_json(path, config)
+        return
+    try:
+        old = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise TrainError(f"{path}: not JSON: {error}") from None
+    changed = differences(old, json.loads(json.dumps(config)))
+    if changed:
+        raise TrainError(
+            f"{path.parent} holds a run with another configuration ({'; '.join(changed)}); resume it with the"
+            " configuration it began with, or choose another directory"
+        )
+
+
+def _lay_out(batch: Any, phase: Phase, rules: Rules) -> Any:
+    """Host arrays [B, ...] onto the device(s), in `accumulate` parts [A, B/A, ...] where there are several."""
+    parts = phase.accumulate
+    if (phase.batch // parts) % rules.data:
+        raise TrainError(
+            f"a batch of {phase.batch} in {parts} part(s) does not divide over a data axis of {rules.data}"
+        )
+
+    def put(x: np.ndarray) -> jax.Array:
+        lead: tuple[str | None, ...] = ("batch",)
+        if parts > 1:
+            x, lead = x.reshape(parts, -1, *x.shape[1:]), (None, "batch")
+        return jax.device_put(x, rules.sharding(*lead, *(None,) * (x.ndim - len(lead))))
+
+    return jax.tree.map(put, batch)
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _failed(directory: Path, at: int, batch: Any, state: Any, metrics: dict[str, float]) -> TrainError:
+    """Keep what made step `at` + 1 not finite: the state it began with, its batch and its metrics."""
+    place = directory / FAILED
+    failed = Checkpoints(place, keep=1, best="")
+    failed.save(at, state, "", {})
+    failed.close()
+    np.savez(place / "batch.npz", **batch)
+    write_json(place / "metrics.json", {"step": at + 1, **{k: repr(v) for k, v in metrics.items()}})
+    what = "the loss" if not math.isfinite(metrics["loss"]) else "a gradient"
+    return TrainError(
+        f"step {at + 1}: {what} is not finite ({metrics}); the state before it, its batch and its metrics are in"
+        f" {place}; lower optimizer.rate, or look at the batch"
+    )
