@@ -96,6 +96,16 @@ def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--dtype", type=click.Choice(DTYPES), help="[default: float32 on CPU, else the checkpoint's]"),
             click.option("--mesh", type=MeshShape(), help="Devices, for example 1x4. [default: one device]"),
             click.option("--revision", help="Commit, tag or branch of a hub id."),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return caching_options(command)
+
+
+def caching_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that compiles."""
+    for option in reversed(
+        [
             click.option("--compile-cache", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
                          help="Where compiled programs are kept. [default: ~/.cache/kvjax/compile]"),
             click.option("--no-compile-cache", is_flag=True, help="Keep no compiled programs."),
@@ -132,22 +142,26 @@ def main(debug: bool, quiet: bool) -> None:
 def pull(name: str | None, show: bool, directory: Path | None, as_json: bool) -> None:
     """Fetch the named model NAME, check its bytes, and print where it is."""
     from kvjax.checkpoints.pull import pull, registry
+    from kvjax.resources import folder_size, packaged_models
 
     if show == (name is not None):
         raise click.UsageError("give the NAME of a model, or --list")
     if name is not None:
-        path = str(pull(name, directory))
+        path = str(packaged_models().get(name) or pull(name, directory))
         click.echo(json.dumps({"name": name, "path": path}) if as_json else path)
         return
-    entries = list(registry().values())
-    sizes = [sum(file.size for file in entry.files) for entry in entries]
+    models: list[dict[str, Any]] = [
+        {"name": path.name, "about": "ships with kvjax", "licence": "Apache-2.0", "bytes": folder_size(path)}
+        for path in packaged_models().values()
+    ]
+    for entry in registry().values():
+        size = sum(file.size for file in entry.files)
+        models.append({"name": entry.name, "about": entry.about, "licence": entry.licence, "bytes": size})
     if as_json:
-        fields = ("name", "about", "licence")
-        models = [{f: getattr(e, f) for f in fields} | {"bytes": size} for e, size in zip(entries, sizes)]
         click.echo(json.dumps({"models": models}))
         return
-    for entry, size in zip(entries, sizes):
-        click.echo(f"{entry.name:20} {size / 1e6:7.1f} MB  {entry.licence:12} {entry.about}")
+    for model in models:
+        click.echo("{name:20} {0:7.1f} MB  {licence:12} {about}".format(model["bytes"] / 1e6, **model))
 
 
 @main.command()
@@ -315,6 +329,90 @@ def check(
     click.echo(json.dumps(report.json()) if as_json else report.text())
     if not report.ok:
         raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.option("--tokens", default=64, help="Tokens of each answer.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@caching_options
+def demo(tokens: int, as_json: bool, compile_cache: Path | None, no_compile_cache: bool) -> None:
+    """Show what kvjax does, on the small models that ship with it."""
+    keep_programs(compile_cache, no_compile_cache)
+
+    from kvjax.checkpoints.load import load
+    from serve.demo import demo as show
+
+    report = show(load, tokens=tokens, show=(lambda text: None) if as_json else click.echo)
+    click.echo(report.as_json() if as_json else report.as_text())
+
+
+@main.command()
+@click.argument(
+    "configs", metavar="CONFIG...", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path)
+)
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="What is trained on; for pretraining a corpus with its tokenizers.",
+)
+@click.option(
+    "--out",
+    default="runs",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Each run is kept, and resumed, in OUT/NAME.",
+)
+@click.option("--minutes", type=float, help="Pause each run after about this long; the same command goes on.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@caching_options
+def train(
+    configs: tuple[Path, ...],
+    data: Path,
+    out: Path,
+    minutes: float | None,
+    as_json: bool,
+    compile_cache: Path | None,
+    no_compile_cache: bool,
+) -> None:
+    """Train what each TOML file CONFIG describes, or go on with it, and export the model when it is done."""
+    keep_programs(compile_cache, no_compile_cache)
+
+    from train.config import read
+    from train.run import run
+
+    outcomes = [run(path, data=data, out=out / read(path).name, minutes=minutes) for path in configs]
+    if as_json:
+        click.echo(json.dumps({"runs": [outcome.as_dict() for outcome in outcomes]}))
+        return
+    for outcome in outcomes:
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in outcome.metrics.items())
+        state = f"model in {outcome.model}" if outcome.model else "paused; the same command goes on"
+        click.echo(f"{outcome.name}: step {outcome.step} of {outcome.steps}, {scores}; {state}")
+
+
+@main.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--stdlib", type=click.Path(file_okay=False, path_type=Path), help="The pinned CPython's lib/python3.x."
+)
+@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="Where wheels are kept.")
+@click.option(
+    "--pin",
+    is_flag=True,
+    help="Take the newest versions and write the manifest, instead of comparing with it.",
+)
+@click.option("--keep", is_flag=True, help="With --pin: leave packages that are pinned at their versions.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def corpus(directory: Path, as_json: bool, pin: bool, **options: Any) -> None:
+    """Build the kvjax-mini corpus and its tokenizers in DIRECTORY, and compare both with the manifest."""
+    from train import corpus as documents
+    from train import tokenizer
+
+    reports = [documents.build(directory, pin=pin, **options), tokenizer.build(directory, pin=pin)]
+    if as_json:
+        click.echo(json.dumps({report.title: report.as_dict() for report in reports}))
+    else:
+        click.echo("\n\n".join(report.as_text() for report in reports))
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

@@ -1,4 +1,4 @@
-"""Data files that travel with the package: `configs/`, installed inside `kvjax` or beside it in a checkout."""
+"""Data files that travel with the package: `configs/` (inside `kvjax` or beside it in a checkout) and the models."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def config_path(path: str) -> Traversable:
         if place.is_file() or place.is_dir():
             return place
     raise ResourceError(f"configs/{path} is not installed with kvjax")
+
+
+def packaged_models() -> dict[str, Path]:
+    """The models that are installed with kvjax, name -> Hugging Face directory."""
+    root = Path(__file__).parent / "mini"
+    found = sorted(path.parent for path in root.glob("*/config.json"))
+    return {path.name: path for path in found}
+
+
+def folder_size(directory: Path) -> int:
+    """Bytes of all files below `directory`."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -51,10 +51,11 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A finished (or paused) run: its parameters at the last step, and where they stand."""
+    """A finished (or paused) run after `step` steps; `params` are those of the best checkpoint, taken at `best`."""
 
     params: Any
     step: int
+    best: int
     done: bool
     metrics: dict[str, float]
 
@@ -137,8 +138,15 @@ def _fit(
     finally:
         bar.close()
         journal.close()
+    checkpoints.wait()
+    best = checkpoints.best()
+    if best is not None and best != at:
+        params = checkpoints.read(best, jax.tree.map(_abstract, state)).params
+        log.info("the best checkpoint is that of step %d", best)
+    else:
+        best, params = at, state.params
     checkpoints.close()
-    return Trained(state.params, at, at == total, scores)
+    return Trained(params, at, best, at == total, scores)
 
 
 class Journal:

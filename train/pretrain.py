@@ -12,8 +12,8 @@ from typing import Any
 import grain
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from kvjax.checkpoints.export import save_hf
 from kvjax.config import ModelConfig
 from kvjax.lm import LM
 from kvjax.models import Model, build
@@ -65,6 +65,12 @@ class Pretrain:
         self.model: Model = build(self.config, mesh, run.compute, train=True)
         self.master: Model = build(self.config, mesh, "float32", train=True)
         self.rules: Rules = self.model.rules
+        if self.rules.kv_heads != self.config.num_kv_heads:
+            raise TrainError(
+                f"run.mesh: a model axis of {run.mesh[1]} would store each of {self.config.num_kv_heads} KV heads"
+                f" {self.rules.kv_heads // self.config.num_kv_heads} times, and the copies would be trained apart;"
+                f" use a model axis that divides {self.config.num_kv_heads}"
+            )
         self.seed, self.remat = run.seed, run.remat
         self.documents = {split: Documents(corpus / split) for split in ("train", "selection")}
         self.blocks, self.bytes_per_token = data.held_out(
@@ -120,11 +126,9 @@ class Pretrain:
         """Hashes of tokenizer and documents."""
         return {"tokenizer": self.tokenizer.hash} | {k: _digest(d.path) for k, d in self.documents.items()}
 
-    def lm(self, params: Params, name: str) -> LM:
-        """The trained model, to generate with or to export."""
-        model = build(self.config)
-        host = tuple(jnp.asarray(np.asarray(p)) for p in params)
-        return LM(model, host, self.tokenizer, self.config, name)
+    def export(self, params: Params, directory: Path, name: str) -> None:
+        """Write a Hugging Face directory in bfloat16."""
+        save_hf(LM(self.master, params, self.tokenizer, self.config, name), directory, dtype="bfloat16")
 
 
 def _digest(path: Path) -> str:

@@ -19,6 +19,7 @@ from kvjax.checkpoints.table import CheckpointError, Row, Source, expand, leaves
 from kvjax.config import ConfigError, ModelConfig
 from kvjax.lm import LM
 from kvjax.models import build
+from kvjax.resources import packaged_models
 from kvjax.tokenizer import Tokenizer, TokenizerError
 from kvjax.typing import Params
 
@@ -58,9 +59,9 @@ def load(
     """Load a model for use.
 
     Args:
-      source: a Hugging Face directory, a `.gguf` file, a registered name (fetched on first use) or a hub id
-        `organisation/name`. A path that exists wins over a hub id; a registered name that is also a path is
-        refused (write `./name` for the path).
+      source: a Hugging Face directory, a `.gguf` file, a registered name (of a model that ships with kvjax, or is
+        fetched on first use) or a hub id `organisation/name`. A path that exists wins over a hub id; a registered
+        name that is also a path is refused (write `./name` for the path).
       mesh: (`data`, `model`) mesh the parameters are laid out on; None is one device.
       dtype: "float32" or "bfloat16"; None is float32 on CPU and the checkpoint's own elsewhere (bfloat16 for
         float16 and quantised ones), reported through the `kvjax` logger.
@@ -104,7 +105,8 @@ def locate(
     """Find `source`, fetching registered names and hub ids. See `load` for the rules and the errors."""
     text = os.fspath(source)
     path = Path(text).expanduser()
-    named = isinstance(source, str) and text in pull.registry()
+    packaged = packaged_models() if isinstance(source, str) else {}
+    named = isinstance(source, str) and (text in packaged or text in pull.registry())
     if named and path.exists():
         raise CheckpointError(
             f"{text!r} is a registered model and also a path here; write ./{text} for the path"
@@ -113,7 +115,7 @@ def locate(
         if revision is not None:
             raise CheckpointError(f"revision {revision!r}: only a hub id has revisions, {text!r} is not one")
         if named:
-            return Located(pull.pull(text, cache_dir), text)
+            return Located(packaged.get(text) or pull.pull(text, cache_dir), text)
         if path.is_file() and path.suffix != ".gguf":
             raise CheckpointError(f"{path}: not a .gguf file; for safetensors give the directory")
         return Located(path, text)
