@@ -362,7 +362,11 @@ def demo(tokens: int, as_json: bool, compile_cache: Path | None, no_compile_cach
     type=click.Path(file_okay=False, path_type=Path),
     help="Each run is kept, and resumed, in OUT/NAME.",
 )
-@click.option("--minutes", type=float, help="Pause each run after about this long; the same command goes on.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0),
+    help="Pause each run after about this long; the same command goes on.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @caching_options
 def train(
@@ -377,17 +381,23 @@ def train(
     """Train what each TOML file CONFIG describes, or go on with it, and export the model when it is done."""
     keep_programs(compile_cache, no_compile_cache)
 
-    from train.config import read
-    from train.run import run
+    try:
+        from train.config import read
+        from train.run import run
 
-    outcomes = [run(path, data=data, out=out / read(path).name, minutes=minutes) for path in configs]
+        names = [read(path).name for path in configs]  # mistakes show before the first one trains
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise click.UsageError(f"several configurations have the name {min(twice)}")
+        outcomes = [run(p, data=data, out=out / n, minutes=minutes) for p, n in zip(configs, names)]
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}; training needs the extra `train`: pip install 'kvjax[train]'") from error
     if as_json:
         click.echo(json.dumps({"runs": [outcome.as_dict() for outcome in outcomes]}))
         return
     for outcome in outcomes:
-        scores = ", ".join(f"{name} {value:.4f}" for name, value in outcome.metrics.items())
+        scores = "".join(f", {name} {value:.4f}" for name, value in outcome.metrics.items())
         state = f"model in {outcome.model}" if outcome.model else "paused; the same command goes on"
-        click.echo(f"{outcome.name}: step {outcome.step} of {outcome.steps}, {scores}; {state}")
+        click.echo(f"{outcome.name}: step {outcome.step} of {outcome.steps}{scores}; {state}")
 
 
 @main.command()
@@ -404,15 +414,22 @@ def train(
 @click.option("--keep", is_flag=True, help="With --pin: leave packages that are pinned at their versions.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def corpus(directory: Path, as_json: bool, pin: bool, **options: Any) -> None:
-    """Build the kvjax-mini corpus and its tokenizers in DIRECTORY, and compare both with the manifest."""
-    from train import corpus as documents
-    from train import tokenizer
+    """Build the kvjax-mini corpus and its tokenizers in DIRECTORY, and compare both with the manifest.
 
-    reports = [documents.build(directory, pin=pin, **options), tokenizer.build(directory, pin=pin)]
-    if as_json:
-        click.echo(json.dumps({report.title: report.as_dict() for report in reports}))
-    else:
-        click.echo("\n\n".join(report.as_text() for report in reports))
+    Exits 1, and leaves DIRECTORY as it was, if anything differs.
+    """
+    if options["keep"] and not pin:
+        raise click.UsageError("--keep needs --pin")
+
+    from train.tokenizer import rebuild
+
+    report = rebuild(directory, pin=pin, **options)
+    click.echo(report.as_json() if as_json else report.as_text())
+    if not report.ok:
+        differs = "{of}: {figure} {found}, pinned {pinned}"
+        wrong = "; ".join(differs.format(**row) for row in report.tables["differs"])
+        log.error("not what the manifest says: %s", wrong)
+        raise click.exceptions.Exit(report.exit_code)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

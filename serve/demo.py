@@ -47,19 +47,19 @@ def _generation(lms: dict[str, LM], tokens: int, report: Report, show: Callable[
     """Plain greedy decoding: the first call (with its compilation), then one that is timed."""
     for name, lm in lms.items():
         first = generate(lm, PROMPTS[0], max_new_tokens=tokens)
+        report.row("first call", model=name, seconds=first.timings["total"], compiled=first.compiles)
         for i, prompt in enumerate(PROMPTS):
             result = generate(lm, prompt, max_new_tokens=tokens)
             if i == 0:
                 show(f"{name}, {len(lm.tokenizer.encode(prompt)) if lm.tokenizer else 0} tokens of prompt:")
                 show(prompt + result.text)
-            report.row("generation", **_costs(name, i, result, first if i == 0 else None))
+            report.row("generation", **_costs(name, i, result))
 
 
-def _costs(name: str, index: int, result: Result, first: Result | None) -> dict[str, Any]:
+def _costs(name: str, index: int, result: Result) -> dict[str, Any]:
     answer, timings = result.generations[0], result.timings
     row: dict[str, Any] = {"model": name, "prompt": index, "prompt_tokens": answer.prompt_tokens}
     row |= {"tokens": len(answer.tokens), "prefill_ms": 1e3 * timings["prefill"]}
     row["tokens_per_s"] = len(answer.tokens) / timings["decode"]
-    row["first_call_s"] = first.timings["total"] if first else float("nan")
-    row["compiled"] = first.compiles if first else result.compiles
+    row["compiled"] = result.compiles
     return row

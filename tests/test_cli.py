@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -13,7 +15,7 @@ from click.testing import CliRunner, Result
 
 import kvjax
 import serve
-from kvjax import cli
+from kvjax import cli, resources
 from kvjax.compilation import compile_cache
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -179,6 +181,12 @@ def test_mistakes_are_one_line(arguments, named):
         (["check", MODEL, "--widths", "2,x"], "2,x"),
         (["pull"], "--list"),
         (["pull", "x", "--list"], "--list"),
+        (["train", "x.toml"], "--data"),
+        (["train", "--data", "."], "CONFIG"),
+        (["train", "x.toml", "--data", "./nowhere"], "nowhere"),
+        (["train", "x.toml", "--data", ".", "--minutes", "-1"], "-1"),
+        (["corpus"], "DIRECTORY"),
+        (["corpus", "x", "--keep"], "--pin"),
     ],
 )
 def test_misuse_shows_the_usage(arguments, named):
@@ -241,6 +249,201 @@ def test_pull_lists_the_named_models():
     models = json.loads(run("pull", "--list", "--json").stdout)["models"]
     assert {m["name"] for m in models} == {line.split()[0] for line in result.stdout.splitlines()}
     assert all(m["bytes"] > 0 and m["licence"] for m in models)
+
+
+@pytest.fixture
+def packaged(tmp_path, monkeypatch) -> Path:
+    """The directory of a model called mini-s, as if it were installed with kvjax."""
+    (tmp_path / "kvjax" / "mini").mkdir(parents=True)
+    model = tmp_path / "kvjax" / "mini" / "mini-s"
+    model.symlink_to(MODEL)
+    (tmp_path / "configs").symlink_to(Path(__file__).parent.parent / "configs")
+    monkeypatch.setattr(resources, "__file__", str(tmp_path / "kvjax" / "resources.py"))
+    return model
+
+
+def test_packaged_models_are_found_by_name(packaged, monkeypatch):
+    assert run("pull", "mini-s").stdout == f"{packaged}\n"
+    assert json.loads(run("pull", "mini-s", "--json").stdout) == {"name": "mini-s", "path": str(packaged)}
+    listed = json.loads(run("pull", "--list", "--json").stdout)["models"]
+    assert (listed[0]["name"], listed[0]["about"]) == ("mini-s", "ships with kvjax")
+    assert listed[0]["bytes"] == sum(path.stat().st_size for path in Path(MODEL).iterdir() if path.is_file())
+    assert run("pull", "--list").stdout.startswith("mini-s ")
+    monkeypatch.chdir(packaged.parent)  # a path of that name is here
+    result = run("generate", "mini-s", "in the", "--no-chat", *SHORT)
+    assert result.exit_code == 2 and "./mini-s" in result.stderr
+    monkeypatch.chdir(packaged)
+    report = json.loads(run("generate", "mini-s", "in the", "--no-chat", "--json", *SHORT).stdout)
+    assert report["model"] == "mini-s" and len(report["tokens"]) == 6
+
+
+def strict(text: str) -> Any:
+    """JSON, in which there is no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_demo_reports_and_shows(lm, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("kvjax.checkpoints.load"), "load", lambda name: lm)
+    result = run("demo", "--tokens", "4", "--json")
+    assert result.exit_code == 0, result.output
+    report = strict(result.stdout)
+    assert {row["model"] for row in report["tables"]["generation"]} == {"mini-s", "mini-m"}
+    assert all(0 < row["tokens"] <= 4 for row in report["tables"]["generation"])
+    assert [row["model"] for row in report["tables"]["first call"]] == ["mini-s", "mini-m"]
+    assert report["facts"]["total_s"] > report["facts"]["load_s"] >= 0
+    shown = run("demo", "--tokens", "4").stdout
+    assert "class Stack" not in shown and "def load(path):" in shown and "tokens_per_s" in shown
+
+
+def test_demo_on_the_packaged_models():
+    if not {"mini-s", "mini-m"} <= set(resources.packaged_models()):
+        pytest.skip("the mini models are not packaged here")
+    result = run("demo", "--tokens", "16", "--json")
+    assert result.exit_code == 0, result.output
+    assert strict(result.stdout)["tables"]["generation"]
+
+
+TINY = """
+name = "tiny"
+task = "pretrain"
+[pretrain]
+tokenizer = "tokenizers/tiny"
+held_out = 256
+[pretrain.model]
+model_type = "qwen3"
+vocab_size = 300
+hidden_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 32
+rms_norm_eps = 1e-6
+rope_theta = 1e4
+tie_word_embeddings = true
+max_position_embeddings = 64
+[optimizer]
+rate = 1e-3
+warmup = 1
+[[phases]]
+steps = 4
+batch = 2
+length = 16
+[run]
+every = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory) -> Path:
+    """A corpus of a few functions, with a tokenizer of 300 ids."""
+    from train import tokenizer
+    from train.corpus import Document, write
+    from train.packages import SPLITS
+
+    place = tmp_path_factory.mktemp("synthetic")
+    texts = [f"def add_{i}(value):\n    return value + {i}\n" * 4 for i in range(20)]
+    for split in SPLITS:
+        write(place / split, [Document(f"p/{i:02}.py", text, "code") for i, text in enumerate(texts)])
+    tokenizer.save(tokenizer.train(texts, tokenizer.Spec(300, None, 0)), place / "tokenizers" / "tiny")
+    return place
+
+
+def test_train_pauses_resumes_and_exports(synthetic, tmp_path, monkeypatch):
+    config = tmp_path / "tiny.toml"
+    config.write_text(TINY)
+    command = ("train", str(config), "--data", str(synthetic), "--out", str(tmp_path / "runs"))
+    paused = run(*command, "--minutes", "0")
+    assert paused.exit_code == 0, paused.output
+    assert paused.stdout == "tiny: step 0 of 4; paused; the same command goes on\n"
+    result = run("-q", *command, "--json")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    (outcome,) = strict(result.stdout)["runs"]
+    assert (outcome["name"], outcome["step"], outcome["steps"], outcome["done"]) == ("tiny", 4, 4, True)
+    assert outcome["metrics"]["bits_per_byte"] > 0
+    assert outcome["model"] == str(tmp_path / "runs" / "tiny" / "model")
+    journal = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in journal] == [1, 2, 3, 4]
+
+    for module in ("transformers", "torch", "train"):  # what is exported needs none of them
+        monkeypatch.setitem(sys.modules, module, None)
+    model = kvjax.load(outcome["model"])
+    assert model.config.vocab == 300 and model.tokenizer is not None
+    assert len(serve.generate(model, ["def add"], max_new_tokens=3)[0].tokens) == 3
+    monkeypatch.undo()
+
+    again = run(*command)  # a finished run is exported anew, without a step
+    assert again.exit_code == 0 and again.stdout.startswith("tiny: step 4 of 4"), again.output
+    assert (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines() == journal
+    config.write_text(TINY.replace("1e-3", "1e-2"))
+    other = run("-q", *command)
+    assert (other.exit_code, other.stdout, other.stderr.count("\n")) == (2, "", 1)
+    assert "optimizer.rate: 0.001 then, 0.01 now" in other.stderr
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (("[run]", "[run]\nspeed = 3"), "unknown speed; known: seed"),
+        (("[pretrain]", "[pretrain]\nspeed = 3"), "unknown speed; known: model"),
+        (('name = "tiny"', 'name = "tiny"\nspeed = 3'), "unknown speed; known: name"),
+        (("rate = 1e-3", ""), "rate"),
+        (('task = "pretrain"', 'task = "juggle"'), "pretrain"),
+        (("tokenizers/tiny", "tokenizers/huge"), "huge: no tokenizer.json"),
+        (("vocab_size = 300", "vocab_size = 301"), "vocab_size is 301"),
+        (None, "tiny.toml: no such file"),
+    ],
+)
+def test_train_refuses_in_one_line(synthetic, tmp_path, change, named):
+    config = tmp_path / "tiny.toml"
+    if change:
+        config.write_text(TINY.replace(*change))
+    result = run("-q", "train", str(config), "--data", str(synthetic), "--out", str(tmp_path / "runs"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("kvjax: error: ") and named in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_looks_at_every_configuration_first(synthetic, tmp_path):
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(TINY)
+    bad.write_text("name = 3")
+    to = ("--data", str(synthetic), "--out", str(tmp_path / "runs"))
+    assert "bad.toml: name" in run("train", str(good), str(bad), *to).stderr
+    bad.write_text(TINY)
+    assert "several configurations have the name tiny" in run("train", str(good), str(bad), *to).stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_names_the_missing_extra(synthetic, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "train.run", None)
+    result = run("train", "x.toml", "--data", str(synthetic))
+    assert result.exit_code == 2 and "kvjax[train]" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["file/corpus"], "file/corpus"),
+        (["corpus", "--stdlib", "nowhere"], "nowhere: is no standard library"),
+        (["corpus", "--stdlib", "lib"], "the standard library here is not the pinned one"),
+    ],
+)
+def test_corpus_refuses_in_one_line(tmp_path, monkeypatch, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("lib").mkdir()
+    Path("lib", "os.py").write_text("")
+    result = run("corpus", *arguments, "--cache", "cache", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("kvjax: error: ") and named in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "lib"]
 
 
 def test_the_compile_cache_can_be_refused(restored_cache_options, tmp_path):

@@ -6,21 +6,24 @@ decoding is the identity: nothing is normalized, and all 256 bytes are tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
 from kvjax.report import Report
 from kvjax.resources import config_path
-from train.corpus import MANIFEST, SPLITS, CorpusError, Documents, replace_file
+from train.corpus import HOW_TO_PIN, MANIFEST, Documents, compare, read_manifest, replace_file
+from train.corpus import build as build_corpus
+from train.packages import SPLITS
 
 END, PAD, MASK, IM_START, IM_END = SPECIAL = (
     "<|endoftext|>",
@@ -141,55 +144,74 @@ def build(
 ) -> Report:
     """Train the named tokenizers on `corpus` into `out`/<name> (default `corpus`/tokenizers).
 
-    With `pin` the manifest records what came out, otherwise it is compared with what the manifest records.
+    They are compared with the manifest, two bars a tokenizer; a missed one, and none is written. With `pin` the
+    manifest records what came out instead.
 
     Raises:
-      VocabularyError: an unknown name, or a tokenizer or a token count that is not the pinned one.
+      VocabularyError: an unknown name, or one the manifest has not.
       CorpusError: the corpus is missing or damaged.
     """
     if unknown := set(names) - set(SPECS):
         raise VocabularyError(f"unknown tokenizer {min(unknown)!r} (known: {', '.join(SPECS)})")
     target = manifest or Path(str(config_path(MANIFEST)))
-    pinned = json.loads(target.read_text("utf-8"))
+    content = read_manifest(target)
+    pinned = content.setdefault("tokenizers", {})
+    if not pin and (missing := [name for name in names if name not in pinned]):
+        raise VocabularyError(f"{target}: has no tokenizer {', '.join(missing)}; {HOW_TO_PIN}")
     splits = {split: Documents(Path(corpus) / split) for split in SPLITS}
     report = Report("tokenizers", {"tokenizers library": tokenizers.__version__})
-    for name in names:
-        backend = train(sample(splits["train"], SPECS[name].half), SPECS[name])
+    made = {name: train(sample(splits["train"], SPECS[name].half), SPECS[name]) for name in names}
+    for name, backend in made.items():
         tokens = {split: count(backend, documents) for split, documents in splits.items()}
-        made = {"vocab": SPECS[name].vocab, "sha256": digest(backend), "tokens": tokens}
-        recorded = pinned.setdefault("tokenizers", {}).get(name)
-        if pin:
-            pinned["tokenizers"][name] = made
-        elif made != recorded:
-            raise VocabularyError(f"{name}: is not the pinned tokenizer: {made}, pinned {recorded}")
-        save(backend, (Path(out) if out else Path(corpus) / "tokenizers") / name)
         for split, number in tokens.items():
             size = splits[split].bytes
             report.row("tokens", tokenizer=name, split=split, tokens=number, bytes_per_token=size / number)
+        facts: dict[str, Any] = {"vocab": SPECS[name].vocab, "sha256": digest(backend)}
+        if pin:
+            pinned[name] = {**facts, "tokens": tokens}
+        else:
+            compare(report, f"{name} tokenizer", facts, pinned[name])
+            compare(report, f"{name} token counts", tokens, pinned[name].get("tokens", {}))
+    if report.ok:
+        for name, backend in made.items():
+            save(backend, (Path(out) if out else Path(corpus) / "tokenizers") / name)
     if pin:
-        replace_file(target, (json.dumps(pinned, indent=1) + "\n").encode())
+        replace_file(target, (json.dumps(content, indent=1) + "\n").encode())
     return report
 
 
-@click.group()
-def main() -> None:
-    """The tokenizers of the kvjax-mini models."""
+def rebuild(
+    directory: str | Path, *, manifest: Path | None = None, pin: bool = False, **options: Any
+) -> Report:
+    """The corpus and all tokenizers in `directory`; when a bar is missed, `directory` stays as it was.
 
+    Args:
+      options: further ones of `train.corpus.build`.
 
-@main.command("build")
-@click.option("--corpus", type=click.Path(file_okay=False, path_type=Path), required=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Default: CORPUS/tokenizers.")
-@click.option("--pin", is_flag=True, help="Record the result in the manifest instead of comparing it.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.argument("names", nargs=-1)
-def _build(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Train the tokenizers NAMES (all of them by default) on a corpus."""
+    Returns: both reports in one. Where the corpus differs from the manifest, no tokenizer is trained.
+
+    Raises:
+      CorpusError, VocabularyError: see `train.corpus.build` and `build`.
+    """
+    directory = Path(directory).expanduser()
+    existed = directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)  # before the work, lest it be in vain
     try:
-        report = build(names=names or tuple(SPECS), **options)
-    except (VocabularyError, CorpusError) as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(report.as_json() if as_json else report.as_text())
-
-
-if __name__ == "__main__":
-    main()
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".", suffix=".part") as place:
+            found = build_corpus(place, manifest=manifest, pin=pin, **options)
+            report = Report("kvjax corpus", found.facts, found.tables, found.bars)
+            if report.ok:
+                found = build(place, manifest=manifest, pin=pin)
+                report.facts |= found.facts
+                report.tables |= found.tables  # of the two only one has rows that differ
+                report.bars += found.bars
+            if report.ok:
+                for path in sorted(p for p in Path(place).rglob("*") if p.is_file()):
+                    target = directory / path.relative_to(place)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(target)
+            return report
+    finally:
+        if not existed:
+            with contextlib.suppress(OSError):  # there is something in it
+                directory.rmdir()

@@ -3,68 +3,30 @@ from a directory, so no test needs a network."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import functools
 import json
 import pickle
 import re
 import shutil
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
+from kvjax import cli
+from kvjax.report import Report
 from kvjax.resources import config_path
-from train import corpus
-from train.corpus import SPLITS, CorpusError, Document, Documents, Recipe, Sieve
+from tests.train.wheels import recipe_text, source, wheel
+from train import corpus, tokenizer
+from train.corpus import Document, Documents, Sieve
+from train.packages import SPLITS, CorpusError, Recipe
 
 BUILD = dict(
     out="corpus", recipe=Path("recipe.toml"), manifest=Path("manifest.json"), cache="cache", stdlib="lib"
 )
-
-OSI = "Classifier: License :: OSI Approved ::"
-
-
-def source(seed: str, lines: int = 60) -> str:
-    """Python text no other seed shares a line with."""
-    return "".join(f"def {seed}_function_number_{i}(value): return value\n" for i in range(lines))
-
-
-def wheel(
-    folder: Path,
-    name: str,
-    files: Mapping[str, str | bytes],
-    *,
-    about: str = "Licence: see there",
-    version: str = "1.0",
-) -> Path:
-    info = f"{name}-{version}.dist-info"
-    meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{OSI} MIT License\n"
-    members = dict(files) | {
-        f"{info}/METADATA": meta + f"Description-Content-Type: text/markdown\n\n{about}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for member, value in members.items():
-            data = value.encode() if isinstance(value, str) else value
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            record += f"{member},sha256={digest},{len(data)}\n"
-            archive.writestr(zipfile.ZipInfo(member), data)
-        archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), record + f"{info}/RECORD,,\n")
-    return path
-
-
-def recipe_text() -> str:
-    """The real recipe's rules with three small packages."""
-    text = config_path(corpus.RECIPE).read_text("utf-8")
-    for package in ("alpha", "beta", "gamma"):
-        text = re.sub(r"^packages = \[[^]]*\]", f'packages_ = ["{package}"]', text, count=1, flags=re.M)
-    return text.replace("packages_", "packages")
 
 
 def fill(folder: Path) -> None:
@@ -146,8 +108,12 @@ def test_a_rebuild_gives_the_same_bytes(pinned: Path):
     first = {p.name: p.read_bytes() for p in (pinned / "corpus").iterdir()}
     assert len(first) == 10
     manifest = (pinned / "manifest.json").read_bytes()
-    corpus.build(**BUILD)
-    assert {p.name: p.read_bytes() for p in (pinned / "corpus").iterdir()} == first
+    shutil.rmtree(pinned / "corpus")
+    report = corpus.build(**BUILD)
+    assert [bar.value for bar in report.bars] == [0, 0, 0] and report.ok
+    written = {p.name: p.read_bytes() for p in (pinned / "corpus").iterdir()}
+    assert json.loads(written.pop("report.json"))["tables"] == json.loads(first.pop("report.json"))["tables"]
+    assert written == first
     assert (pinned / "manifest.json").read_bytes() == manifest
     record = json.loads(manifest)["splits"]["train"]
     documents = Documents(pinned / "corpus" / "train")
@@ -181,14 +147,30 @@ def test_what_differs_is_named_and_nothing_is_written(pinned: Path):
     manifest = json.loads((pinned / "manifest.json").read_text())
     manifest["splits"]["selection"]["documents"] = 7
     (pinned / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CorpusError, match="selection: documents 1, pinned 7"):
-        corpus.build(**{**BUILD, "out": "elsewhere"})
+    report = corpus.build(**{**BUILD, "out": "elsewhere"})
+    assert [(bar.name.partition(":")[0], bar.value, bar.ok) for bar in report.bars] == [
+        ("train", 0, True), ("selection", 1, False), ("confirmation", 0, True)
+    ]  # fmt: skip
+    (row,) = report.tables["differs"]
+    assert row == {"of": "selection", "figure": "documents", "found": 1, "pinned": 7}
     assert not (pinned / "elsewhere").exists()
 
 
-def test_a_manifest_without_results_is_refused(pinned: Path):
+@pytest.mark.parametrize("pinned_figures", [{}, {"a": 1, "b": 3}, {"a": 1, "b": 2, "c": 4}])
+def test_compare(pinned_figures: dict[str, Any]):
+    report = Report("")
+    corpus.compare(report, "it", {"a": 1, "b": 2}, pinned_figures)
+    (bar,) = report.bars
+    assert (bar.value, bar.ok) == {0: (2, False), 2: (1, False), 3: (0, True)}[len(pinned_figures)]
+    assert bar.name == "it: a, b that differ from the manifest"
+
+
+def test_manifests_that_cannot_be_used(pinned: Path):
     (pinned / "manifest.json").write_text("{}")
-    with pytest.raises(CorpusError, match="has no packages, recipe, splits, stdlib; run"):
+    with pytest.raises(CorpusError, match="has no packages, recipe, splits, stdlib; run `kvjax corpus"):
+        corpus.build(**BUILD)
+    (pinned / "manifest.json").write_text("{")
+    with pytest.raises(CorpusError, match=r"manifest\.json: not JSON"):
         corpus.build(**BUILD)
 
 
@@ -201,14 +183,6 @@ def test_another_recipe_or_library_is_refused(pinned: Path):
         corpus.build(**BUILD)
     with pytest.raises(CorpusError, match="no standard library"):
         corpus.build(**{**BUILD, "stdlib": "index"})
-
-
-def test_another_interpreter_is_told_what_to_do(pinned: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(corpus.platform, "python_version", lambda: "3.12.1")
-    with pytest.raises(
-        CorpusError, match=r"this is CPython 3\.12\.1; give --stdlib DIR, the lib/python3\.11"
-    ):
-        corpus.build(**{**BUILD, "stdlib": None}, pin=True)
 
 
 def test_pin_takes_the_newest_or_keeps(pinned: Path):
@@ -225,41 +199,64 @@ def test_pin_takes_the_newest_or_keeps(pinned: Path):
     assert new["splits"]["train"] == first["splits"]["train"] != new["splits"]["selection"]
 
 
-def test_the_command_prints_one_line_for_an_error(pinned: Path):
-    result = CliRunner().invoke(corpus.main, ["build", "--out", "corpus", "--stdlib", "index"])
-    assert (result.exit_code, result.output.count("\n")) == (1, 1)
-    assert "no standard library" in result.output
+@pytest.fixture
+def command(pinned: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`kvjax corpus` for the small recipe and small tokenizers."""
+    specs = {name: tokenizer.Spec(280, spec.pattern, spec.half) for name, spec in tokenizer.SPECS.items()}
+    monkeypatch.setattr(tokenizer, "SPECS", specs)
+    places = {key: BUILD[key] for key in ("recipe", "manifest")}
+    monkeypatch.setattr(tokenizer, "rebuild", functools.partial(tokenizer.rebuild, **places))
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(cli.main, ["corpus", *arguments, "--stdlib", "lib", "--cache", "cache"])
+
+    return run
 
 
-def damaged(data: bytes) -> bytes:
-    return data[:60] + bytes(200) + data[260:]
+def test_the_command_pins_and_rebuilds(pinned: Path, command: Callable[..., Result]):
+    result = command("made", "--pin", "--json")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert json.loads(result.stdout)["bars"] == []
+    result = command("again", "--json")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] and set(report["tables"]) == {"splits", "left out", "not UTF-8", "tokens"}
+    assert [bar["name"].partition(":")[0] for bar in report["bars"]] == [
+        *SPLITS, "mini tokenizer", "mini token counts", "mini-x tokenizer", "mini-x token counts",
+    ]  # fmt: skip
+    assert all(set(bar) == {"name", "value", "bound", "ok"} and bar["ok"] for bar in report["bars"])
+    first, second = (
+        {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        for folder in (pinned / "made", pinned / "again")
+    )
+    first.pop("report.json"), second.pop("report.json")
+    assert first == second and len(first) == 9 + 4
+    assert len(list((pinned / "again").iterdir())) == 9 + 1 + 1
+    assert "ok  train: documents, bytes, sha256 that differ" in command("again").stdout
 
 
 @pytest.mark.parametrize(
-    "spoil", [damaged, lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"no archive"]
-)
-def test_corrupt_archives(tmp_path: Path, spoil: Callable[[bytes], bytes]):
-    path = wheel(tmp_path, "alpha", {"alpha/a.py": source("alpha", 300)})
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(CorpusError, match=r"^alpha-1\.0-py3-none-any\.whl: cannot be read"):
-        list(corpus.wheel_files(path, Recipe.load()))
-
-
-@pytest.mark.parametrize("member", ["../evil.py", "/etc/evil.py", "a/../../evil.py", "a\\evil.py", "a\nb.py"])
-def test_members_that_lead_out(tmp_path: Path, member: str):
-    path = wheel(tmp_path, "alpha", {member: source("evil")})
-    with pytest.raises(CorpusError, match=r"alpha-1\.0.*leads out of the archive"):
-        list(corpus.wheel_files(path, Recipe.load()))
-
-
-def test_path_rules(tmp_path: Path):
-    out = ["pip/_vendor/x.py", "a/vendored/x.py", "a/third_party/x.py", "a/x_pb2.py", "a/parsetab.py", "a/x.txt",
-           "a/.hidden.py", "LICENSE.md", "alpha-1.0.dist-info/README.md"]  # fmt: skip
-    files = dict.fromkeys([*out, "a/x.py", "docs/y.rst", "a/vendors.py"], source("x"))
-    path = wheel(tmp_path, "alpha", files, about="Words.")
-    found = dict(corpus.wheel_files(path, Recipe.load()))
-    assert set(found) == {"DESCRIPTION.md", "a/x.py", "docs/y.rst", "a/vendors.py"}
-    assert found["DESCRIPTION.md"] == b"Words."
+    "where, key, named",
+    [("splits", "selection", "selection: bytes"), ("tokenizers", "mini-x", "mini-x tokenizer: vocab 280, pinned 9")],
+)  # fmt: skip
+def test_the_command_names_what_differs_and_leaves_nothing(
+    pinned: Path, command: Callable[..., Result], where: str, key: str, named: str
+):
+    assert command("made", "--pin").exit_code == 0
+    manifest = json.loads((pinned / "manifest.json").read_text())
+    manifest[where][key].update(bytes=9, vocab=9)
+    (pinned / "manifest.json").write_text(json.dumps(manifest))
+    before = {p: p.stat().st_mtime_ns for p in (pinned / "made").rglob("*")}
+    for directory in ("made", "new"):
+        result = command(directory, "--json")
+        assert result.exit_code == 1
+        report = json.loads(result.stdout)
+        assert not report["ok"] and [bar["value"] for bar in report["bars"] if not bar["ok"]] == [1]
+        assert result.stderr.startswith("kvjax: not what the manifest says: ") and named in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert {p: p.stat().st_mtime_ns for p in (pinned / "made").rglob("*")} == before
+    assert not (pinned / "new").exists()
+    assert "MISSED" in command("new").stdout
 
 
 @pytest.mark.parametrize(
@@ -305,48 +302,6 @@ def test_limit_cuts_the_package_and_its_tests():
     assert [sum(d.kind == kind for d in cut) for kind in ("code", "tests")] == [40, 10]
     assert cut == sorted(cut, key=lambda d: d.name)
     assert cut != documents[:50] and cut == corpus.limit(documents, 50_000, 0.2)
-
-
-def meta(folder: Path, lines: str) -> Path:
-    path = folder / "p-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(
-            "p-1.0.dist-info/METADATA", f"Metadata-Version: 2.4\nName: p\nVersion: 1.0\n{lines}\n"
-        )
-    return path
-
-
-@pytest.mark.parametrize(
-    "lines, expected",
-    [
-        ("License-Expression: MIT OR GPL-3.0-only", "MIT OR GPL-3.0-only"),
-        ("License-Expression: MIT AND GPL-3.0-only", None),
-        ("License-Expression: (MIT OR GPL-3.0-only) AND BSD-3-Clause", None),
-        ("License-Expression: GPL-3.0-or-later", None),
-        (f"{OSI} MIT License", "MIT"),
-        (f"{OSI} BSD License\nLicense: BSD-3-Clause", "BSD-3-Clause"),
-        (f"{OSI} BSD License\nLicense: see the file", "BSD"),
-        (f"{OSI} MIT License\n{OSI} GNU General Public License v3 (GPLv3)", None),
-        (f"{OSI} GNU General Public License v3 (GPLv3)\nLicense: MIT", None),
-        ("License: Apache License 2.0", "Apache-2.0"),
-        ("License: do what you like", None),
-        ("", None),
-    ],
-)
-def test_licences(tmp_path: Path, lines: str, expected: str | None):
-    path = meta(tmp_path, lines)
-    if expected:
-        assert corpus.licence(path, Recipe.load()) == expected
-    else:
-        with pytest.raises(CorpusError, match=r"p-1\.0.*is not an allowed one"):
-            corpus.licence(path, Recipe.load())
-
-
-def test_a_package_in_two_splits_is_refused(tmp_path: Path):
-    path = tmp_path / "recipe.toml"
-    path.write_text(recipe_text().replace('"gamma"', '"Alpha"'))
-    with pytest.raises(CorpusError, match="listed twice: alpha"):
-        Recipe.load(path)
 
 
 def test_documents(tmp_path: Path):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvjax.tokenizer import Tokenizer
 from train import tokenizer as made
-from train.corpus import SPLITS, CorpusError, Document, Documents, write
+from train.corpus import Document, Documents, write
+from train.packages import SPLITS, CorpusError
 
 SMALL = {name: made.Spec(420, spec.pattern, spec.half) for name, spec in made.SPECS.items()}
 CODE = Path(made.__file__).read_text("utf-8")
@@ -108,15 +109,26 @@ def test_the_two_halves_share_nothing(corpus: Path):
 
 def test_a_build_is_compared_with_the_manifest(corpus: Path):
     manifest = corpus / "manifest.json"
-    with pytest.raises(made.VocabularyError, match="mini: is not the pinned tokenizer"):
+    with pytest.raises(made.VocabularyError, match="has no tokenizer mini, mini-x; run `kvjax corpus"):
         made.build(corpus, manifest=manifest)
-    report = made.build(corpus, manifest=manifest, pin=True)
+    pinned = made.build(corpus, manifest=manifest, pin=True)
     recorded = json.loads(manifest.read_text())["tokenizers"]
-    assert recorded["mini"]["tokens"]["train"] == report.tables["tokens"][0]["tokens"] > 0
-    assert made.build(corpus, manifest=manifest).tables == report.tables
+    assert recorded["mini"]["tokens"]["train"] == pinned.tables["tokens"][0]["tokens"] > 0
+    report = made.build(corpus, manifest=manifest)
+    assert report.tables == pinned.tables
+    assert [(bar.value, bar.ok) for bar in report.bars] == 4 * [(0, True)] and not pinned.bars
+
+
+def test_what_differs_is_named_and_no_tokenizer_written(corpus: Path):
+    manifest = corpus / "manifest.json"
+    made.build(corpus, manifest=manifest, pin=True)
     write(corpus / "selection", [Document("p/a.py", "x = 1", "code")])
-    with pytest.raises(made.VocabularyError, match="'selection': "):
-        made.build(corpus, manifest=manifest)
+    report = made.build(corpus, corpus / "elsewhere", manifest=manifest)
+    assert [bar.value for bar in report.bars] == [0, 1, 0, 1] and report.exit_code == 1
+    assert [(row["of"], row["figure"]) for row in report.tables["differs"]] == [
+        ("mini token counts", "selection"), ("mini-x token counts", "selection")
+    ]  # fmt: skip
+    assert not (corpus / "elsewhere").exists()
 
 
 def test_tokens_are_counted_with_one_end_a_document(corpus: Path, small: tokenizers.Tokenizer):
@@ -128,5 +140,6 @@ def test_tokens_are_counted_with_one_end_a_document(corpus: Path, small: tokeniz
 def test_unknown_names_and_missing_corpora(corpus: Path):
     with pytest.raises(made.VocabularyError, match="unknown tokenizer 'maxi'"):
         made.build(corpus, names=["maxi"], manifest=corpus / "manifest.json")
+    (corpus / "manifest.json").write_text('{"tokenizers": {"mini": {}, "mini-x": {}}}')
     with pytest.raises(CorpusError, match="not a corpus split"):
         made.build(corpus / "nowhere", manifest=corpus / "manifest.json")
