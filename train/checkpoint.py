@@ -1,11 +1,14 @@
 """Checkpoints of a run, with Orbax: written asynchronously and atomically, newest and best kept, checked on reading.
 
 A run's directory holds `config.json`, `metrics.jsonl`, and `checkpoints/<step>/`, each with the `TrainState` and the
-position of the data. Orbax writes under a temporary name and renames, so a step directory is whole or absent.
+position of the data. Orbax writes under a temporary name and renames, so a step directory is whole or absent; a
+checksum of what was saved, which Orbax does not keep, tells later damage.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -34,6 +37,7 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int, best: str) -> None:
         policies = ocp.training.preservation_policies
         self.directory = directory
+        self._drop_unreadable_metrics()
         self._best = best
         self._checkpointer = ocp.training.Checkpointer(
             directory.absolute(),
@@ -61,7 +65,10 @@ class Checkpoints:
         host = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else np.array(x), state)
         try:
             self._response = self._checkpointer.save_checkpointables_async(
-                step, {"state": host, "data": {"position": position}}, metrics=metrics, force=True
+                step,
+                {"state": host, "data": {"position": position, "sha256": _digest(host, position)}},
+                metrics=metrics,
+                force=True,
             )
         except Exception as error:
             raise self._failed(step, error) from error
@@ -85,30 +92,37 @@ class Checkpoints:
     _step = 0
 
     def _failed(self, step: int, error: Exception) -> TrainError:
-        latest = self._checkpointer.latest
-        kept = f"checkpoint {latest.step} is intact" if latest else "there is no earlier checkpoint"
-        return TrainError(f"{self.directory}: writing checkpoint {step} failed ({error}); {kept}")
+        older = [c.step for c in self._checkpointer.checkpoints if c.step != step]
+        kept = f"checkpoint {older[-1]} is intact" if older else "there is no earlier checkpoint"
+        return TrainError(
+            f"{self.directory}: writing checkpoint {step} failed ({_first_line(error)}); {kept}"
+        )
 
     def load(self, abstract: Any) -> tuple[int, Any, str] | None:
         """(step, state, data position) of the newest whole checkpoint, or None where there is none.
 
-        Unreadable ones are named in the log and passed over.
+        Unreadable newer ones are named in the log and renamed, so that the run can write those steps again.
 
         Raises:
           TrainError: there are checkpoints and none can be read.
         """
-        found = sorted(self._checkpointer.checkpoints, key=lambda c: c.step, reverse=True)
-        broken = []
-        for checkpoint in found:
+        broken: list[int] = []
+        for checkpoint in reversed(self._checkpointer.checkpoints):
+            step = checkpoint.step
             try:
-                loaded = self._checkpointer.load_checkpointables(
-                    checkpoint.step, {"state": abstract, "data": None}
-                )
-                return checkpoint.step, loaded["state"], str(loaded["data"]["position"])
+                state, position = self._read(step, abstract)
             except Exception as error:  # Orbax, TensorStore and JSON each have their own kinds
-                reason = str(error).strip().partition("\n")[0][:200]
-                log.warning("checkpoint %d in %s cannot be read: %s", checkpoint.step, self.directory, reason)
-                broken.append(checkpoint.step)
+                log.warning(
+                    "checkpoint %d in %s cannot be read: %s", step, self.directory, _first_line(error)
+                )
+                broken.append(step)
+                continue
+            for other in broken:
+                self._set_aside(other)
+            if broken:
+                log.warning("using checkpoint %d of %s, the newest whole one", step, self.directory)
+                self._checkpointer.reload()
+            return step, state, position
         if broken:
             raise TrainError(
                 f"{self.directory}: none of the checkpoints {broken} can be read; restore one from a copy or"
@@ -116,14 +130,50 @@ class Checkpoints:
             )
         return None
 
+    def _read(self, step: int, abstract: Any) -> tuple[Any, str]:
+        """(state, data position), of which the checksum is right (checkpoints without one are taken as they are)."""
+        loaded = self._checkpointer.load_checkpointables(step, {"state": abstract, "data": None})
+        state, data = loaded["state"], loaded["data"]
+        position = str(data["position"])
+        if "sha256" in data and data["sha256"] != _digest(state, position):
+            raise TrainError("its contents are not what was saved (checksum)")
+        return state, position
+
+    def _set_aside(self, step: int) -> None:
+        source = self.directory / str(step)
+        n = next(n for n in itertools.count() if not source.with_name(f"unreadable-{step}-{n}").exists())
+        source.rename(source.with_name(f"unreadable-{step}-{n}"))
+
+    def _drop_unreadable_metrics(self) -> None:
+        """Orbax reads every checkpoint's metrics at once and would refuse all for one. The state may still be good."""
+        for path in self.directory.glob("*/metrics/metrics"):
+            try:
+                json.loads(path.read_text("utf-8"))
+            except ValueError:
+                log.warning("%s cannot be read; this checkpoint no longer counts as the best", path)
+                path.unlink()
+
+    def scores(self, step: int) -> dict[str, float]:
+        """The metrics checkpoint `step` was saved with; empty where there are none."""
+        found = next((c.metrics for c in self._checkpointer.checkpoints if c.step == step), None)
+        return dict(found or {})
+
     def best(self) -> int | None:
         """Step of the checkpoint with the lowest metric."""
         scored = [c for c in self._checkpointer.checkpoints if c.metrics and self._best in c.metrics]
         return min(scored, key=lambda c: c.metrics[self._best]).step if scored else None
 
     def read(self, step: int, abstract: Any) -> Any:
-        """The state of one checkpoint."""
-        return self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+        """The state of one checkpoint.
+
+        Raises:
+          TrainError: it cannot be read.
+        """
+        try:
+            return self._read(step, abstract)[0]
+        except Exception as error:
+            what = f"{self.directory}: checkpoint {step} cannot be read: {_first_line(error)}"
+            raise TrainError(what) from error
 
     def close(self) -> None:
         self.wait()
@@ -135,3 +185,17 @@ def write_json(path: Path, value: Any) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
     part.replace(path)
+
+
+def _digest(state: Any, position: str) -> str:
+    """SHA-256 of every leaf and of the data's position."""
+    digest = hashlib.sha256(position.encode())
+    for leaf in jax.tree.leaves(state):
+        x = np.asarray(leaf)
+        digest.update(f"{x.shape}{x.dtype}".encode())
+        digest.update(x.tobytes())
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -50,10 +50,13 @@ class OptimizerConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise TrainError(f"optimizer.{name} must be positive, got {value}")
-        for name, low, high in (("b1", 0, 1), ("b2", 0, 1), ("floor", 0, 1), ("decay", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise TrainError(f"optimizer.{name} must lie in [{low}, {high}], got {getattr(self, name)}")
-        if self.warmup < 0 or self.weight_decay < 0:
+        for name in ("floor", "decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TrainError(f"optimizer.{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise TrainError(f"optimizer.{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.warmup < 0 or not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise TrainError("optimizer.warmup and optimizer.weight_decay must not be negative")
 
 
@@ -100,6 +103,12 @@ class RunConfig:
         for name in ("every", "keep"):
             if getattr(self, name) < 1:
                 raise TrainError(f"run.{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.mesh) < 1:
+            raise TrainError(f"run.mesh must be two sizes of at least 1, got {list(self.mesh)}")
+        if not self.diverged > 1:
+            raise TrainError(f"run.diverged must be above 1, got {self.diverged}")
+        if not 0 <= self.seed < 2**31:
+            raise TrainError(f"run.seed must lie in [0, 2^31), got {self.seed}")
 
 
 FREE = ("run.every", "run.keep")
@@ -140,15 +149,32 @@ def parse(kind: type[T], data: dict[str, Any], where: str) -> T:
     Raises:
       TrainError: unknown, missing or mistyped keys.
     """
+    if not isinstance(data, dict):
+        raise TrainError(f"{where}: must be a table, got {data!r}")
     try:
-        return dacite.from_dict(kind, data, dacite.Config(strict=True, cast=[tuple, float]))
+        return dacite.from_dict(
+            kind, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _number, int: _no_bool})
+        )
     except dacite.UnexpectedDataError as error:
         known = ", ".join(f.name for f in dataclasses.fields(kind))  # type: ignore[arg-type]
         raise TrainError(f"{where}: unknown {', '.join(sorted(error.keys))}; known: {known}") from None
     except dacite.DaciteError as error:
         raise TrainError(f"{where}: {error}") from None
-    except TrainError as error:
+    except (ValueError, TypeError) as error:  # of the fields' own checks, or of a cast
         raise TrainError(f"{where}: {error}") from None
+
+
+def _number(value: Any) -> Any:
+    """TOML's 1 will do for 1.0, its "1" and true will not."""
+    value = _no_bool(value)
+    return float(value) if isinstance(value, int) else value
+
+
+def _no_bool(value: Any) -> Any:
+    """To Python, but not here, true is a number."""
+    if isinstance(value, bool):
+        raise TrainError(f"{str(value).lower()} stands where a number should")
+    return value
 
 
 def read(path: str | Path) -> TrainConfig:
@@ -162,6 +188,8 @@ def read(path: str | Path) -> TrainConfig:
         data = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise TrainError(f"{path}: no such file") from None
+    except OSError as error:
+        raise TrainError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrainError(f"{path}: not TOML: {error}") from None
     return from_dict(data, str(path))
@@ -173,6 +201,8 @@ def from_dict(data: dict[str, Any], where: str) -> TrainConfig:
         if not isinstance(data.get(key), kind):
             raise TrainError(f"{where}: {key} is missing or not a {kind.__name__}")
     task = data["task"]
+    if not isinstance(data.get(task, {}), dict):
+        raise TrainError(f"{where}: {task} is not a table")
     unknown = set(data) - {"name", "task", "optimizer", "phases", "run", task}
     if unknown:
         raise TrainError(

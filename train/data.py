@@ -56,7 +56,7 @@ class Batches:
     def __init__(self, dataset: grain.IterDataset, position: str | None = None) -> None:
         self._iterator = iter(dataset)
         if position is not None:
-            self._iterator.set_state(json.loads(position))
+            self._iterator.set_state(json.loads(position, object_hook=_with_tuples))
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -67,6 +67,14 @@ class Batches:
     def position(self) -> str:
         """JSON of where the next batch comes from."""
         return json.dumps(self._iterator.get_state())
+
+
+def _with_tuples(state: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples, and grain tells "nothing is left of this document" by comparing a slice with (-1, -1)."""
+    slices = state.get("remainder_slices")
+    if slices is not None:
+        state["remainder_slices"] = {name: tuple(ends) for name, ends in slices.items()}
+    return state
 
 
 def held_out(documents: Texts, encode: Encode, *, length: int, tokens: int) -> tuple[np.ndarray, float]:

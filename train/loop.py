@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -72,10 +73,12 @@ def fit(
       stop_at, minutes: pause (with a checkpoint) at this step, or after about this time.
 
     Raises:
-      TrainError: the directory belongs to another configuration (the keys are named), its checkpoints cannot be
-        read or written, a loss or gradient is not finite (batch and state are saved under `failed/`), or the loss
-        climbs above its start.
+      TrainError: a batch does not divide over the mesh, the directory belongs to another configuration (the keys
+        are named), its checkpoints cannot be read or written, a loss or gradient is not finite (batch and state are
+        saved under `failed/`), or the loss climbs above its start.
     """
+    for phase in config.phases:  # before the directory is this configuration's
+        _divides(phase, task.rules)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _same_run(directory / CONFIG, {**config.flat(), **{f"task.{k}": v for k, v in task.facts().items()}})
@@ -98,6 +101,7 @@ def _fit(
     found = checkpoints.load(jax.tree.map(_abstract, state))
     if found is not None:
         at, state, position = found
+        scores = checkpoints.scores(at)
         log.info("resuming %s at step %d of %d", config.name, at, total)
     journal = Journal(directory / METRICS, at)
     guard = Guard(run.diverged, journal.losses)
@@ -111,7 +115,8 @@ def _fit(
             step = stepping.make_step(task.loss, transform, rate, phase.accumulate)
             batches = Batches(task.data(phase, index), position if inside else None)
             following = next(batches)
-            while at < last and time.monotonic() < deadline:
+            late = False
+            while at < last and not late:
                 batch, position = following, batches.position()
                 began = time.perf_counter()
                 state, metrics = step(state, _lay_out(batch, phase, task.rules))
@@ -125,7 +130,8 @@ def _fit(
                 bar.update()
                 bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {tokens / seconds:,.0f} tokens/s")
                 entry = {"step": at, **metrics, "tokens": tokens, "seconds": round(seconds, 4)}
-                if at % run.every == 0 or at == last or time.monotonic() >= deadline:
+                late = time.monotonic() >= deadline
+                if at % run.every == 0 or at == last or late:
                     scores = task.evaluate(state.params)
                     entry |= scores
                     checkpoints.save(at, state, position, scores)
@@ -150,31 +156,41 @@ def _fit(
 
 
 class Journal:
-    """`metrics.jsonl`: one line a step. Lines beyond the step a run is resumed at are dropped."""
+    """`metrics.jsonl`: one line a step. Lines beyond the step a run is resumed at are dropped.
+
+    Raises:
+      TrainError: it cannot be written.
+    """
 
     def __init__(self, path: Path, at: int) -> None:
         self.losses: list[float] = []
+        self._path = path
         kept = []
         if path.exists():
-            for line in path.read_text("utf-8").splitlines():
+            for line in path.read_text("utf-8", errors="replace").splitlines():
                 try:
                     entry = json.loads(line)
-                except ValueError:  # the line that was being written when the run was killed
+                    step, loss = int(entry["step"]), float(entry["loss"])
+                except (ValueError, TypeError, KeyError):  # it was being written when the run was killed
                     break
-                if entry["step"] <= at:
+                if step <= at:
                     kept.append(line)
-                    self.losses.append(entry["loss"])
+                    self.losses.append(loss)
             part = path.with_name(f".{path.name}.part")
             part.write_text("".join(line + "\n" for line in kept), "utf-8")
             part.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainError(f"{self._path}: {error}; the last checkpoint is intact") from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # `write` has said so
+            self._file.close()
 
 
 class Guard:
@@ -213,6 +229,8 @@ def _same_run(path: Path, config: dict[str, Any]) -> None:
         old = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise TrainError(f"{path}: not JSON: {error}") from None
+    if not isinstance(old, dict):
+        raise TrainError(f"{path}: not a table of the run's configuration")
     changed = differences(old, json.loads(json.dumps(config)))
     if changed:
         raise TrainError(
@@ -221,13 +239,16 @@ def _same_run(path: Path, config: dict[str, Any]) -> None:
         )
 
 
+def _divides(phase: Phase, rules: Rules) -> None:
+    if (phase.batch // phase.accumulate) % rules.data:
+        raise TrainError(
+            f"a batch of {phase.batch} in {phase.accumulate} part(s) does not divide over a data axis of {rules.data}"
+        )
+
+
 def _lay_out(batch: Any, phase: Phase, rules: Rules) -> Any:
     """Host arrays [B, ...] onto the device(s), in `accumulate` parts [A, B/A, ...] where there are several."""
     parts = phase.accumulate
-    if (phase.batch // parts) % rules.data:
-        raise TrainError(
-            f"a batch of {phase.batch} in {parts} part(s) does not divide over a data axis of {rules.data}"
-        )
 
     def put(x: np.ndarray) -> jax.Array:
         lead: tuple[str | None, ...] = ("batch",)

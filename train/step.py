@@ -41,7 +41,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         return optax.join_schedules(
             [up, optax.cosine_decay_schedule(config.rate, rest, config.floor)], [warmup]
         )
-    decay = max(int(config.decay * steps), 1)
+    decay = min(max(int(config.decay * steps), 1), rest)
     down = optax.linear_schedule(config.rate, config.floor * config.rate, decay)
     return optax.join_schedules(
         [up, optax.constant_schedule(config.rate), down], [warmup, max(steps - decay, warmup)]
@@ -99,7 +99,7 @@ def make_step(
             rest = (jnp.arange(1, accumulate), jax.tree.map(lambda x: x[1:], batch))
             (value, (weight, more), grads), _ = jax.lax.scan(part, (value, aux, grads), rest)
         grads = jax.tree.map(lambda g: g / weight, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         healthy = state.healthy & jnp.isfinite(value) & jnp.isfinite(norm)
         updates, moments = transform.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -112,6 +112,8 @@ class MLP(nnx.Module):
         with jax.named_scope("mlp"):
             if self.setting.train:
                 gate, up = (linear(x, self.gate_up_proj[...][i], self.setting) for i in (0, 1))
+                if self.gate_up_bias is not None:
+                    gate, up = gate + self.gate_up_bias[...][0], up + self.gate_up_bias[...][1]
             else:
                 both = linear(x, self.gate_up_proj[...], self.setting)
                 if self.gate_up_bias is not None:
