@@ -134,11 +134,7 @@ class _Run:
         sent = [0] * batch.count
         cut = np.full(len(batch.length), -1, np.int32)
         key = np.zeros(2, np.uint32)
-        with self._device("prefill"):
-            state = loop.start(model, source, batch.program, drafting, batch.tokens, batch.length, batch.idle)
-            for i in range(-(-(int(batch.length.max()) - 1) // batch.chunk)):
-                state = loop.prefill(model, source, batch.chunk, params, drafting, state, np.int32(i))
-            jax.block_until_ready(state)
+        state = self._read()
         while len(self.finished) < batch.count:
             with self._device("decode"):
                 state = loop.rounds(
@@ -159,12 +155,23 @@ class _Run:
                     yield event
         self.timings["total"] = sum(self.timings.values())
 
+    def _read(self) -> DecodeState:
+        """The state after the prompts, but for their last tokens."""
+        lm, source, batch, drafting = self.lm, self.source, self.batch, self.draft_params
+        with self._device("prefill"):
+            state = loop.start(
+                lm.model, source, batch.program, drafting, batch.tokens, batch.length, batch.idle
+            )
+            for i in range(-(-(int(batch.length.max()) - 1) // batch.chunk)):
+                state = loop.prefill(lm.model, source, batch.chunk, lm.params, drafting, state, np.int32(i))
+            return jax.block_until_ready(state)
+
     @contextlib.contextmanager
-    def _device(self, phase: str) -> Iterator[None]:
+    def _device(self, phase: str, lm: LM | None = None) -> Iterator[None]:
         """The model's mesh, a clock and a compile counter, around calls to the device only: between events the
         consumer's code runs, which is neither on this mesh nor on this bill, and which may never come back."""
         began = time.perf_counter()
-        with CompileCounter() as counter, self.lm.model.rules.context():
+        with CompileCounter() as counter, (lm or self.lm).model.rules.context():
             yield
         self.timings[phase] += time.perf_counter() - began
         self.compiles += counter.compiles

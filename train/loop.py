@@ -52,7 +52,8 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A finished (or paused) run after `step` steps; `params` are those of the best checkpoint, taken at `best`."""
+    """A finished (or paused) run after `step` steps; `params` and `metrics` are those of the best checkpoint,
+    taken at `best`."""
 
     params: Any
     step: int
@@ -147,7 +148,7 @@ def _fit(
     checkpoints.wait()
     best = checkpoints.best()
     if best is not None and best != at:
-        params = checkpoints.read(best, jax.tree.map(_abstract, state)).params
+        params, scores = checkpoints.read(best, jax.tree.map(_abstract, state)).params, checkpoints.scores(best)
         log.info("the best checkpoint is that of step %d", best)
     else:
         best, params = at, state.params

@@ -12,6 +12,7 @@ from typing import Any
 import grain
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.checkpoints.export import save_hf
 from kvjax.config import ModelConfig
@@ -97,24 +98,28 @@ class Pretrain:
     def loss(
         self, params: Params, batch: dict[str, jax.Array], key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Summed nats over batch["tokens"] [B, T + 1] int32, and the number of predicted tokens."""
+        """Summed nats over batch["tokens"] [B, T + 1] int32, and the number of predicted tokens; batch["weights"]
+        [B, T], where there, leaves tokens out with 0."""
         tokens = batch["tokens"]
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         pos = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
         pos = self.rules.reshard(pos, "batch", None)
         cast = tuple(p.astype(self.model.dtype) for p in params)
         hidden, head = self.model.hidden(cast, inputs, pos, remat=self.remat)
-        weights = self.rules.reshard(jnp.ones(labels.shape, jnp.float32), "batch", None)
-        return cross_entropy(hidden, head, labels, weights, self.rules), jnp.float32(labels.size), {}
+        weights = batch.get("weights", jnp.ones(labels.shape, jnp.float32))
+        weights = self.rules.reshard(weights, "batch", None)
+        return cross_entropy(hidden, head, labels, weights, self.rules), weights.sum(), {}
 
     def evaluate(self, params: Params) -> dict[str, float]:
         """Bits per byte over the held-out blocks of the selection split, at the first phase's length."""
         per = 8 * self.rules.data
         total, count = 0.0, 0
-        for i in range(0, len(self.blocks) - len(self.blocks) % per, per):
-            block = jax.device_put(self.blocks[i : i + per], self.rules.sharding("batch", None))
-            total += float(self._score(params, {"tokens": block}))
-            count += block.shape[0] * (block.shape[1] - 1)
+        for i in range(0, len(self.blocks), per):
+            block, weights = _padded(self.blocks[i : i + per], per)
+            laid = {"tokens": block, "weights": weights}
+            laid = {k: jax.device_put(x, self.rules.sharding("batch", None)) for k, x in laid.items()}
+            total += float(self._score(params, laid))
+            count += int(weights.sum())
         nats = total / count
         return {"selection_loss": nats, "bits_per_byte": nats / math.log(2) / self.bytes_per_token}
 
@@ -129,6 +134,13 @@ class Pretrain:
     def export(self, params: Params, directory: Path, name: str) -> None:
         """Write a Hugging Face directory in bfloat16."""
         save_hf(LM(self.master, params, self.tokenizer, self.config, name), directory, dtype="bfloat16")
+
+
+def _padded(block: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """`block` filled up to `rows` rows, and the weights [rows, T] that leave the filling out."""
+    weights = np.zeros((rows, block.shape[1] - 1), np.float32)
+    weights[: len(block)] = 1
+    return np.pad(block, ((0, rows - len(block)), (0, 0))), weights
 
 
 def _digest(path: Path) -> str:

@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, inputs: jax.Array, pos: jax.Array, cache: KVCache | None, mask: MaskSpec, *,
-        taps: tuple[int, ...] = (), logits: bool = True, at: jax.Array | None = None,
+        taps: tuple[int, ...] = (), logits: bool = True, at: jax.Array | None = None, depth: int | None = None,
     ) -> Output:  # fmt: skip
         """T new tokens behind the cache, which stays valid as it is.
 
@@ -160,12 +160,13 @@ class Decoder(nnx.Module):
           taps: 0-based layers whose outputs are returned, concatenated in the order given.
           logits: compute the head (float32) for all T rows.
           at: pos[:, 0] as a scalar where all rows share it.
+          depth: run only the first layers, without the head; the others' slots of the cache are left alone.
         """
         config, setting = self.config, self.setting
         x = self._embed(inputs)
         cos, sin = cos_sin(pos, config.rope, config.head_dim)
         rows, written, tapped = [], [], {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers[:depth]):
             view = None if cache is None else cache.view(i)
             x, new, put = layer(
                 x, cos, sin, view, pos, mask, config.windows[i] if config.windows else None, at
@@ -181,7 +182,9 @@ class Decoder(nnx.Module):
         features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
         after = None
         if cache is not None and written:
-            after = KVCache(tuple(w.k for w in written), tuple(w.v for w in written), cache.filled)
+            done = len(written)
+            k, v = tuple(w.k for w in written), tuple(w.v for w in written)
+            after = KVCache(k + cache.k[done:], v + cache.v[done:], cache.filled)
         return Output(out, tuple(rows), features, after)
 
     def hidden(self, inputs: jax.Array, pos: jax.Array, *, remat: bool = False) -> jax.Array:

@@ -150,24 +150,21 @@ def check(manifest: Manifest, source: LM, target: LM) -> None:
       ArtifactError: the map was not made for these two models; all differing fields are named, and a swapped pair
         is recognised.
     """
-    if (
-        _differences(manifest.source, Party.of(target))
-        == _differences(manifest.target, Party.of(source))
-        == []
-    ):
-        raise ArtifactError(
-            f"the map goes from {manifest.source.id} to {manifest.target.id}; the models are swapped"
-        )
     faults = [
         f"{name} {fault}"
         for name, stored, lm in (("source", manifest.source, source), ("target", manifest.target, target))
         for fault in _differences(stored, Party.of(lm))
     ]
-    if faults:
+    if not faults:
+        return
+    if not _differences(manifest.source, Party.of(target)) + _differences(manifest.target, Party.of(source)):
         raise ArtifactError(
-            f"the map from {manifest.source.id} to {manifest.target.id} was not made for {source.id} and"
-            f" {target.id}: {'; '.join(faults)}"
+            f"the map goes from {manifest.source.id} to {manifest.target.id}; source and target are swapped"
         )
+    raise ArtifactError(
+        f"the map from {manifest.source.id} to {manifest.target.id} was not made for {source.id} and {target.id}:"
+        f" {'; '.join(faults)}"
+    )
 
 
 def _differences(stored: Party, given: Party) -> list[str]:
@@ -198,7 +195,7 @@ def _tensors(mapper: Mapper, dtype: str) -> dict[str, np.ndarray]:
 def _shapes(
     source: Geometry, target: Geometry, layers: tuple[tuple[int, ...], ...], joint: bool, local: bool
 ) -> dict[str, tuple[int, ...]]:
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     out = (target.kv_heads, target.head_dim)
     for i, chosen in enumerate(layers):
         blocks = len(chosen) * (2 if joint else 1)

@@ -102,7 +102,7 @@ def _solve(stats, group, index, out, own, layer, channel, config) -> np.ndarray:
         yy = stats.yy[layer, channel][own, own]
         return _recolour(xx, xy, yy, level)
     except np.linalg.LinAlgError as error:
-        raise CalibrationError(f"{where}: the moments are singular ({error}); use a ridge above 0") from None
+        raise CalibrationError(f"{where}: the moments are singular ({error}); use a larger ridge") from None
 
 
 def _ridge(xx: np.ndarray, xy: np.ndarray, level: float) -> np.ndarray:

@@ -1,0 +1,153 @@
+"""Hand-off between tiny models: what must be exact is, and repair replaces what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import string
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import serve
+from kvjax.lm import LM
+from kvjax.transfer import artifact, calibrate, fit, select
+from kvjax.transfer.repair import Repair
+from serve.handoff import Transfer, handoff
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+_RNG = random.Random(0)
+TEXTS = [
+    "".join(_RNG.choices(string.printable, k=300)) for _ in range(24)
+]  # many tokens: moments of full rank
+PROMPTS = [TEXTS[3][:150], TEXTS[5][:41], "a"]
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return kvjax.load(GOLDEN / "qwen3-tied")
+
+
+@pytest.fixture(scope="module")
+def identity(lm: LM):
+    """A map from the model to itself, fitted: the matching layer explains everything."""
+    stats = calibrate.collect(lm, lm, TEXTS, length=64, batch=4, sequences=24, joint=False)
+    layers = select.matching(lm.config.num_layers, lm.config.num_layers)
+    return stats, fit.fit(stats, layers, fit.FitConfig(ridge=1e-7))
+
+
+def logprobs(result) -> np.ndarray:
+    return np.concatenate([g.logprobs for g in result])
+
+
+def test_the_identity_pair_is_native(lm: LM, identity) -> None:
+    stats, mapper = identity
+    assert fit.held_out(mapper, stats).min() > 0.99999
+    options = dict(max_new_tokens=12, logprobs=True, size=256)
+    native = serve.generate(lm, PROMPTS, **options)
+    for repair in (
+        Repair(),
+        Repair(tail=8),
+        Repair(head=4),
+        Repair(layers=1),
+        Repair(tail=5, head=2, layers=1),
+    ):
+        mapped = handoff(lm, mapper, lm, PROMPTS, repair=repair, **options)
+        assert [g.tokens for g in mapped] == [g.tokens for g in native], repair
+        np.testing.assert_allclose(logprobs(mapped), logprobs(native), atol=1e-3)
+        assert set(mapped.timings) == {"prepare", "read", "map", "decode", "total"}
+
+
+def test_repairing_everything_is_native_whatever_the_map(lm: LM, identity) -> None:
+    """With a map of zeros: all layers, or a tail of the whole prompt, leave nothing of it."""
+    _, mapper = identity
+    zero = dataclasses.replace(
+        mapper, maps=tuple(dataclasses.replace(m, key=m.key * 0, value=m.value * 0) for m in mapper.maps)
+    )
+    options = dict(max_new_tokens=8, logprobs=True, size=256)
+    native = serve.generate(lm, PROMPTS, **options)
+    spoiled = handoff(lm, zero, lm, PROMPTS, **options)
+    assert np.abs(logprobs(spoiled)[:8] - logprobs(native)[:8]).max() > 1e-2
+    assert spoiled[2].tokens == native[2].tokens  # one token: nothing to map
+    for repair in (Repair(layers=lm.config.num_layers), Repair(tail=160)):
+        mapped = handoff(lm, zero, lm, PROMPTS, repair=repair, **options)
+        assert [g.tokens for g in mapped] == [g.tokens for g in native], repair
+        np.testing.assert_allclose(logprobs(mapped), logprobs(native), atol=1e-4)
+
+
+def test_each_repair_makes_its_rows_native(lm: LM, identity) -> None:
+    """Head and first layers of a spoiled map equal native rows; the others stay spoiled."""
+    from kvjax.decode import loop
+    from kvjax.decode.sampler import SamplerProgram
+    from kvjax.decode.sources import Plain
+    from kvjax.transfer.repair import hand_over
+
+    _, mapper = identity
+    zero = dataclasses.replace(
+        mapper, maps=tuple(dataclasses.replace(m, value=m.value * 0) for m in mapper.maps)
+    )
+    ids = lm.tokenizer.encode(PROMPTS[0])
+    tokens = np.zeros((1, 256), np.int32)
+    tokens[0, : len(ids)] = ids
+    length, idle = np.asarray([len(ids)], np.int32), np.zeros(1, bool)
+
+    def begin():
+        return loop.start(lm.model, Plain(), SamplerProgram(), (), tokens, length, idle)
+
+    native = begin()
+    for i in range(4):
+        native = loop.prefill(lm.model, Plain(), 64, lm.params, (), native, np.int32(i))
+    repair = Repair(tail=3, head=5, layers=1)
+    made = hand_over(lm.model, repair, 64, lm.params, zero, native.cache, begin(), len(ids))
+    assert int(made.cache.filled[0]) == int(native.cache.filled[0]) == len(ids) - 1
+    near = lambda a, b: bool(jnp.abs(a - b).max() < 1e-4)  # noqa: E731
+    end = len(ids) - 3
+    for layer in range(lm.config.num_layers):
+        a, b = made.cache.v[layer], native.cache.v[layer]
+        assert near(a[:, :, :5], b[:, :, :5])
+        assert near(a[:, :, 5:end], b[:, :, 5:end]) is (layer < repair.layers)
+
+
+def test_a_map_is_refused_for_other_models(lm: LM, identity, tmp_path: Path) -> None:
+    stats, mapper = identity
+    other = kvjax.load(GOLDEN / "qwen3-untied")
+    manifest = artifact.Manifest(
+        artifact.Party.of(lm), artifact.Party.of(lm), "ridge", {}, {"rows": stats.rows, "longest": 64}, {}
+    )
+    artifact.save(tmp_path / "map", mapper, manifest)
+    loaded = Transfer.load(str(tmp_path / "map"), lm, lm)
+    for a, b in zip(loaded.mapper.maps, mapper.maps, strict=True):
+        np.testing.assert_array_equal(a.key, b.key)
+    assert loaded.mapper.layers == mapper.layers and loaded.manifest.longest == 64
+    with pytest.raises(artifact.ArtifactError, match="target .*weights: not those of"):
+        Transfer.load(str(tmp_path / "map"), lm, other)
+    pair = dataclasses.replace(manifest, target=artifact.Party.of(other))
+    artifact.check(pair, lm, other)
+    with pytest.raises(artifact.ArtifactError, match="source and target are swapped"):
+        artifact.check(pair, other, lm)
+    with pytest.raises(artifact.ArtifactError, match="nothing is overwritten"):
+        artifact.save(tmp_path / "map", mapper, manifest)
+    weights = tmp_path / "map" / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(artifact.ArtifactError, match="weights.safetensors: damaged"):
+        artifact.load(tmp_path / "map")
+
+
+def test_moments_are_taken_up_where_they_were_left(lm: LM, tmp_path: Path) -> None:
+    keep = tmp_path / "moments.npz"
+    options = dict(length=64, batch=4, joint=True)
+    first = calibrate.collect(lm, lm, TEXTS, sequences=8, keep=keep, **options)
+    both = calibrate.collect(lm, lm, TEXTS, sequences=16, keep=keep, **options)
+    whole = calibrate.collect(lm, lm, TEXTS, sequences=16, **options)
+    assert first.rows == 8 * 64 and both.rows == 16 * 64
+    np.testing.assert_array_equal(both.xy, whole.xy)
+    with pytest.raises(calibrate.CalibrationError, match="made with other every"):
+        calibrate.collect(lm, lm, TEXTS, sequences=16, keep=keep, every=2, **options)
+    keep.write_bytes(b"PK\\x03\\x04 garbage")
+    with pytest.raises(calibrate.CalibrationError, match="not stored moments"):
+        calibrate.collect(lm, lm, TEXTS, sequences=16, keep=keep, **options)
