@@ -202,6 +202,8 @@ def from_dict(data: dict[str, Any], where: str) -> TrainConfig:
         if not isinstance(data.get(key), kind):
             raise TrainError(f"{where}: {key} is missing or not a {kind.__name__}")
     task = data["task"]
+    if not re.fullmatch(r"\w[\w.-]*", data["name"]):
+        raise TrainError(f"{where}: name {data['name']!r} is not made of letters, digits, '_', '-' and '.'")
     if not isinstance(data.get(task, {}), dict):
         raise TrainError(f"{where}: {task} is not a table")
     unknown = set(data) - {"name", "task", "optimizer", "phases", "run", task}

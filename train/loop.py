@@ -148,7 +148,10 @@ def _fit(
     checkpoints.wait()
     best = checkpoints.best()
     if best is not None and best != at:
-        params, scores = checkpoints.read(best, jax.tree.map(_abstract, state)).params, checkpoints.scores(best)
+        params, scores = (
+            checkpoints.read(best, jax.tree.map(_abstract, state)).params,
+            checkpoints.scores(best),
+        )
         log.info("the best checkpoint is that of step %d", best)
     else:
         best, params = at, state.params
