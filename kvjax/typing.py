@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import jax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-__all__ = ["Array", "Bool", "Float", "Int", "PRNGKeyArray", "Params", "typed", "check_shapes"]
+__all__ = ["Array", "Bool", "Float", "Int", "PRNGKeyArray", "Params", "Texts", "typed", "check_shapes"]
 
 Params = tuple[jax.Array, ...]
 """Parameter leaves in `Model.names` order: the only form of weights that crosses a jit boundary."""
+
+
+class Texts(Protocol):
+    """Random access to texts: a list of str, or a split of a corpus."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> str: ...
+
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -88,6 +88,11 @@ class Documents:
     def bytes(self) -> int:
         return int(self._offsets[-1])
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """[documents] int64: bytes of each."""
+        return np.diff(self._offsets)
+
     def __reduce__(self) -> tuple[type[Documents], tuple[Path]]:
         return Documents, (self.path,)
 

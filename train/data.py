@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
 
+from kvjax.typing import Texts
 from train.config import TrainError
 
 Encode = Callable[[str], list[int]]
-
-
-class Texts(Protocol):
-    """Random access to texts: a list, or `train.corpus.Documents`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> str: ...
-
-
 STREAMS = 64
 """Documents that are read at the same time, a block from each in turn: a batch from one document teaches little."""
 

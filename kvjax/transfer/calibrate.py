@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ from kvjax.transfer.moments import (
     statistics,
     update,
 )
-from kvjax.typing import Array, Float, Int, Params
+from kvjax.typing import Array, Float, Int, Params, Texts
 
 log = logging.getLogger("kvjax")
 
 
-def blocks(texts: Sequence[str], lm: LM, *, length: int, limit: int | None = None) -> Iterator[np.ndarray]:
+def blocks(texts: Texts, lm: LM, *, length: int, limit: int | None = None) -> Iterator[np.ndarray]:
     """[length] int32 token blocks, each from the start of one text (special tokens in front as the tokenizer puts
     them); texts that are shorter are left out. At most `limit` blocks.
 
@@ -74,7 +74,7 @@ def features(model: Model, params: Params, ids: Int[Array, "B T"]) -> Float[Arra
 
 
 def collect(
-    source: LM, target: LM, texts: Sequence[str], *, length: int = 512, batch: int = 4, sequences: int = 200,
+    source: LM, target: LM, texts: Texts, *, length: int = 512, batch: int = 4, sequences: int = 200,
     every: int = 1, joint: bool = True, keep: Path | None = None, progress: bool | None = None,
 ) -> Statistics:  # fmt: skip
     """Moments of both models' caches over `sequences` texts of `length` tokens.
@@ -125,7 +125,7 @@ def collect(
     return statistics(moments, *geometries)
 
 
-def identity(source: LM, target: LM, *, texts: Sequence[str], **options: Any) -> str:
+def identity(source: LM, target: LM, *, texts: Texts, **options: Any) -> str:
     """JSON of what decides the moments."""
     digest = hashlib.sha256(str(len(texts)).encode())
     for i in {0, len(texts) // 2, len(texts) - 1}:
