@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from tqdm import tqdm
 
-from train.data import Texts
+from kvjax.typing import Texts
 
 _PRESET = 9 | lzma.PRESET_EXTREME
 

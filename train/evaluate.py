@@ -1,4 +1,5 @@
-"""Bits per byte of a language model over whole documents, and how far documents alone could have moved the figure.
+"""Bits per byte of a language model over whole documents, with what documents alone could have moved the figure by,
+and of what it is compared with on the same bytes.
 
 Every document begins with the bos its tokenizer adds, which is not scored; nor is the end of a document. A document
 longer than the context is scored in windows that move on by half of it: each token is scored once, behind the whole
@@ -10,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,11 @@ from tqdm import tqdm
 from kvjax.lm import LM
 from kvjax.models import Model
 from kvjax.tokenizer import Tokenizer
-from kvjax.typing import Array, Float, Int, Params
-from train.data import Texts
+from kvjax.typing import Array, Float, Int, Params, Texts
+from train.compress import Compressed, compress
+from train.corpus import Documents
 from train.head import ROWS
+from train.kneser_ney import KneserNey
 
 CONTEXT = 2048  # tokens of a window
 DRAWS = 10_000  # of the bootstrap
@@ -79,6 +83,48 @@ class Encoded:
 
 
 @dataclasses.dataclass(frozen=True)
+class Measured:
+    """One model on the confirmation split, beside the 5-gram over its own tokens and the compressors (by name)."""
+
+    model: Scores
+    ngram: Scores
+    compressed: Mapping[str, Compressed]
+
+    def of(self, codec: str) -> Scores:
+        """A compressor's result document by document."""
+        return Scores(self.compressed[codec].each, self.model.bytes)
+
+
+class Confirmation:
+    """The confirmation split of a corpus; what several models share is computed once."""
+
+    def __init__(self, corpus: str | Path) -> None:
+        """Raises CorpusError: the corpus has no such split, or a damaged one."""
+        self.train, self.documents = (Documents(Path(corpus) / split) for split in ("train", "confirmation"))
+        self._by_tokenizer: dict[str, tuple[Encoded, Scores]] = {}
+
+    def measure(self, lm: LM, *, context: int = CONTEXT) -> Measured:
+        """
+        Raises:
+          EvaluateError: see `encode` and `score`; or a model without a tokenizer.
+        """
+        if lm.tokenizer is None:
+            raise EvaluateError(f"{lm.id}: has no tokenizer")
+        key = lm.tokenizer.hash
+        if key not in self._by_tokenizer:
+            encoded = encode(self.documents, lm.tokenizer)
+            model = KneserNey.fit(encode(self.train, lm.tokenizer).ids, lm.tokenizer.vocab)
+            nats = [float(model.nats(ids).sum()) for ids in encoded.ids]
+            self._by_tokenizer[key] = encoded, encoded.scores(nats)
+        encoded, ngram = self._by_tokenizer[key]
+        return Measured(score(lm, encoded, context=context), ngram, self.compressed)
+
+    @functools.cached_property
+    def compressed(self) -> dict[str, Compressed]:
+        return compress(self.documents)
+
+
+@dataclasses.dataclass(frozen=True)
 class Window:
     """Rows start:end of a document's inputs; those of them before `first` were scored in the window before."""
 
@@ -123,26 +169,26 @@ def windows(rows: int, context: int) -> list[Window]:
     return found
 
 
-def score(lm: LM, encoded: Encoded, *, context: int = CONTEXT, progress: bool = True) -> Scores:
+def score(lm: LM, encoded: Encoded, *, context: int = CONTEXT) -> Scores:
     """Bits of every document under `lm`, by the model it was loaded as (its dtype included).
 
-    context: tokens of a window, at most the model's positions; windows are padded to an eighth, a quarter, half or
-      all of it and batched up to two contexts of tokens, so at most four programs are compiled.
+    context: tokens of a window, at most the model's positions; windows are padded to whole quarters of it and
+      batched up to two contexts of tokens, so at most four programs are compiled.
 
     Raises:
       EvaluateError: a context the model has no positions for, or that cannot be divided; a model on a mesh; an id
         outside its vocabulary; a loss that is not finite.
     """
-    if context < 8 or context % 8 or context > (lm.config.max_positions or context):
+    if context < 4 or context % 4 or context > (lm.config.max_positions or context):
         raise EvaluateError(
-            f"context {context} is not a multiple of 8 up to the model's max_position_embeddings, "
+            f"context {context} is not a multiple of 4 up to the model's max_position_embeddings, "
             f"{lm.config.max_positions}"
         )
     if lm.model.rules.mesh is not None:
         raise EvaluateError(f"{lm.id} is spread over a mesh; load it on one device to score documents")
     if max(int(ids.max()) for ids in encoded.ids) >= lm.config.vocab:
         raise EvaluateError(f"{lm.id}: the documents hold ids beyond its vocabulary of {lm.config.vocab}")
-    sizes = [context // part for part in (8, 4, 2, 1)]
+    sizes = [context * quarters // 4 for quarters in (1, 2, 3, 4)]
     work: dict[int, list[tuple[int, Window]]] = {size: [] for size in sizes}
     for i, ids in enumerate(encoded.ids):
         for window in windows(len(ids) - 1, context):
@@ -150,7 +196,7 @@ def score(lm: LM, encoded: Encoded, *, context: int = CONTEXT, progress: bool = 
     nats = np.zeros(len(encoded.ids))
     scored = np.zeros(len(encoded.ids), np.int64)
     total = sum(len(ids) - 1 for ids in encoded.ids)
-    with tqdm(total=total, desc="score", unit="token", disable=None if progress else True) as bar:
+    with tqdm(total=total, desc="score", unit="token", disable=None) as bar:
         for size, items in work.items():
             rows = 2 * context // size
             for at in range(0, len(items), rows):

@@ -161,11 +161,11 @@ def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> tuple[
     return np.where(there, values[at], 0.0), there
 
 
-def _join(columns: Iterable[np.ndarray], width: int) -> np.ndarray:
-    key = np.uint64(0)
+def _join(columns: Sequence[np.ndarray] | np.ndarray, width: int) -> np.ndarray:
+    key = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         key = (key << np.uint64(width)) | column.astype(np.uint64)
-    return np.asarray(key)
+    return key
 
 
 def _width(vocab: int) -> int:
