@@ -47,10 +47,10 @@ def main() -> int:
     if not models:
         parser.error("no models are installed with kvjax; give directories with --models")
     for directory in directories:
-        if not (directory / "config.json").is_file() or models[directory.name] != directory:
-            parser.error(
-                f"--models {directory}: holds no model, or its name is taken by {models[directory.name]}"
-            )
+        if not (directory / "config.json").is_file():
+            parser.error(f"--models {directory}: holds no config.json")
+        if models[directory.name] != directory:
+            parser.error(f"--models {directory}: has the name of {models[directory.name]}")
 
     kvjax.compile_cache()
     confirmation = Confirmation(args.corpus)
