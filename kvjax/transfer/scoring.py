@@ -104,3 +104,35 @@ def agreement(
     nats = -jnp.take_along_axis(ours, labels[..., None], -1)[..., 0]
     kl = jnp.sum(jnp.exp(theirs) * (theirs - ours), -1)
     return Agreement(nats, kl, ours.argmax(-1) == theirs.argmax(-1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def rollout(
+    model: Model, params: Params, rows: Rows | None, tokens: Int[Array, "B P"], cut: Cut, steps: int
+) -> tuple[Int[Array, "B R"], Float[Array, "B R V"]]:
+    """Greedy continuation of the prefix behind given rows: (R = steps tokens, the logits each was taken from).
+
+    `rows` None: the target reads the whole prefix itself. `cut.suffix` is not used.
+    """
+    batch, given = tokens.shape[0], 0 if rows is None else cut.given
+    size = cut.prefix + steps
+    if rows is None:
+        shape = (batch, model.rules.kv_heads, 0, model.config.head_dim)
+        rows = ((jnp.zeros(shape), jnp.zeros(shape)),) * model.config.num_layers
+    cache = cache_of(rows, given, size, model.dtype)
+    read = tokens[:, given : cut.prefix]
+    pos = jnp.broadcast_to(given + jnp.arange(read.shape[1], dtype=jnp.int32), read.shape)
+    out = model.forward(params, read, pos, cache)
+    assert out.cache is not None and out.logits is not None
+
+    def step(carry: tuple[KVCache, jax.Array], at: jax.Array) -> tuple[tuple[KVCache, jax.Array], tuple]:
+        cache, logits = carry
+        token = logits.argmax(-1).astype(jnp.int32)
+        cache = dataclasses.replace(cache, filled=jnp.full((batch,), at, jnp.int32))
+        out = model.forward(params, token[:, None], jnp.full((batch, 1), at, jnp.int32), cache, at=at)
+        assert out.cache is not None and out.logits is not None
+        return (out.cache, out.logits[:, 0]), (token, logits)
+
+    positions = cut.prefix + jnp.arange(steps, dtype=jnp.int32)
+    _, (chosen, logits) = jax.lax.scan(step, (out.cache, out.logits[:, -1]), positions)
+    return chosen.T, logits.transpose(1, 0, 2)

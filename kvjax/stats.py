@@ -1,0 +1,30 @@
+"""Intervals by resampling: what a mean over texts could have been with other texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+DRAWS = 2000
+LEVEL = 0.95
+
+
+def bootstrap(
+    columns: Mapping[str, np.ndarray], statistic: Callable[[Mapping[str, np.ndarray]], float], *,
+    draws: int = DRAWS, seed: int = 0,
+) -> tuple[float, float, float]:  # fmt: skip
+    """(value, low, high): `statistic` of the columns' means over texts, and its 95 % interval when texts are drawn
+    anew with replacement, the same ones for every column.
+
+    Args:
+      columns: name -> [N] float64, one value a text. statistic: from the means by name to a number.
+    """
+    matrix = np.stack([np.asarray(values, np.float64) for values in columns.values()])
+    rng = np.random.default_rng(seed)
+    count = matrix.shape[1]
+    weights = rng.multinomial(count, np.full(count, 1 / count), size=draws) / count  # [draws, N]
+    value = statistic(dict(zip(columns, matrix.mean(1), strict=True)))
+    drawn = [statistic(dict(zip(columns, means, strict=True))) for means in weights @ matrix.T]
+    low, high = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(value), float(low), float(high)
