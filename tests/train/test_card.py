@@ -138,7 +138,7 @@ def test_every_figure_comes_from_what_was_given(directory, lm, run, measured, ma
         "200 of 250 planned steps", "after step 150, 9,600 tokens in", "2.00 hours", HARDWARE, "0.00321", "21 steps",
         "| 1 | 150 | 2 | 32 | 9,600 |", "| 2 | 100 | 1 | 128 | 12,800 |", f"{history(200)[149]['selection_loss']:.3f}",
         f"| tiny | {measured.model.bits_per_byte:.4f} |", "43% of its training tokens", "from 5 packages",
-        f"| xz -9e, the split in one piece | {whole['bits_per_byte']:.4f} |", "norm\n1.5",
+        f"| xz -9e, the split in one piece | {whole['bits_per_byte']:.4f} |", "at norm 1.5",
     ):  # fmt: skip
         assert told in page, told
     assert len(figures["weights"]["model.safetensors"]) == 64
