@@ -55,7 +55,8 @@ training split's wheels: {licences}.
 {steps:,} of {planned:,} planned steps; these weights are those after step {step:,}, {seen:,} tokens in. The steps took
 {hours:.2f} hours by the clock (scoring and checkpoints not counted) on {hardware}, in {compute}. AdamW: learning rate
 {optimizer[rate]:g} after {optimizer[warmup]:,} steps of linear warm-up, {shape}, down to {optimizer[floor]:.0%} of it;
-betas {optimizer[b1]:g} and {optimizer[b2]:g}, weight decay {optimizer[weight_decay]:g}, gradients clipped at norm {optimizer[clip]:g}.
+betas {optimizer[b1]:g} and {optimizer[b2]:g}, weight decay {optimizer[weight_decay]:g}. Gradients are
+clipped at norm {optimizer[clip]:g}.
 
 {phases}
 
