@@ -3,8 +3,7 @@
 `configs/mini/corpus.toml` says what is taken and what is left out; `manifest.json` beside it pins every file
 by SHA-256 and records what came out, so a rebuild checks itself.
 
-On disk a split is three files: `<split>.bin` (the documents' UTF-8 bytes), `<split>.index.npy` (int64 offsets,
-one more than documents) and `<split>.names.txt` (`package/path`, one a line), sorted by package and path.
+A split on disk: see `kvjax.documents`. Names are `package/path`, and documents are sorted by them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import operator
 import os
 import re
 import tempfile
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from kvjax.documents import split_files
 from kvjax.report import Report
 from kvjax.resources import config_path
 from train.packages import SPLITS, CorpusError, Recipe, fetch, pins, stdlib_files, tree_hash, wheel_files
@@ -32,69 +31,6 @@ MANIFEST = "mini/manifest.json"
 HOW_TO_PIN = "run `kvjax corpus DIRECTORY --pin`"
 STDLIB = "cpython"  # the standard library's name among the packages
 _NUMBER = re.compile(r"\\x[0-9a-fA-F]{2}|0[xX][0-9a-fA-F]+|\d+")
-
-
-class Documents:
-    """Random access to one split: `docs[i]` is a text. Picklable; only the path travels.
-
-    `names` are `package/path`; `bytes` is the size of all texts in UTF-8.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        """`path` is the split's `.bin` file, or the same without the suffix.
-
-        Raises:
-          CorpusError: a file is missing or damaged, or the three do not belong together.
-        """
-        self.path = Path(str(path).removesuffix(".bin"))
-        data, index, names = _files(self.path)
-        try:
-            self._offsets = np.load(index, allow_pickle=False)
-            self.names = tuple(names.read_text("utf-8").split("\n")[:-1])
-            self._data = np.memmap(data, dtype=np.uint8, mode="r")
-        except (OSError, ValueError, EOFError) as error:
-            raise CorpusError(f"{self.path}: not a corpus split: {error}") from None
-        offsets = self._offsets
-        if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0:
-            raise CorpusError(f"{index}: not int64 offsets that begin with 0")
-        if (np.diff(offsets) < 0).any() or offsets[-1] != len(self._data):
-            raise CorpusError(
-                f"{index}: offsets end at {offsets[-1]}, {data.name} has {len(self._data)} bytes"
-            )
-        if len(self.names) != len(self):
-            raise CorpusError(f"{names}: {len(self.names)} names for {len(self)} documents")
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: int) -> str:
-        """The text of one document.
-
-        Raises:
-          CorpusError: its bytes are not UTF-8.
-        """
-        i = operator.index(index)
-        i += len(self) if i < 0 else 0
-        if not 0 <= i < len(self):
-            raise IndexError(f"{self.path}: document {index} of {len(self)}")
-        try:
-            return self._data[self._offsets[i] : self._offsets[i + 1]].tobytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CorpusError(
-                f"{self.path}.bin: document {i} ({self.names[i]}) is not UTF-8: {error}"
-            ) from None
-
-    @property
-    def bytes(self) -> int:
-        return int(self._offsets[-1])
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """[documents] int64: bytes of each."""
-        return np.diff(self._offsets)
-
-    def __reduce__(self) -> tuple[type[Documents], tuple[Path]]:
-        return Documents, (self.path,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,15 +273,10 @@ def _summary(documents: Sequence[Document]) -> dict[str, Any]:
     return {"documents": len(pairs), "bytes": sum(len(b) for _, b in pairs), "sha256": tree_hash(pairs)}
 
 
-def _files(path: Path) -> tuple[Path, Path, Path]:
-    data, index, names = (path.parent / (path.name + end) for end in (".bin", ".index.npy", ".names.txt"))
-    return data, index, names
-
-
 def write(path: Path, documents: Sequence[Document]) -> None:
     """Write one split's three files below `path`'s name, each whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data, index, names = _files(path)
+    data, index, names = split_files(path)
     texts = [d.text.encode() for d in documents]
     offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
     replace_file(data, b"".join(texts))

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from kvjax.documents import Documents
 from kvjax.lm import LM
 from kvjax.models import Model
 from kvjax.tokenizer import Tokenizer
 from kvjax.typing import Array, Float, Int, Params, Texts
 from train.compress import Compressed, compress
-from train.corpus import Documents
 from train.head import ROWS
 from train.kneser_ney import KneserNey
 
@@ -99,7 +99,7 @@ class Confirmation:
     """The confirmation split of a corpus; what several models share is computed once."""
 
     def __init__(self, corpus: str | Path) -> None:
-        """Raises CorpusError: the corpus has no such split, or a damaged one."""
+        """Raises DocumentsError: the corpus has no such split, or a damaged one."""
         self.train, self.documents = (Documents(Path(corpus) / split) for split in ("train", "confirmation"))
         self._by_tokenizer: dict[str, tuple[Encoded, Scores]] = {}
 

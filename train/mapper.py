@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.documents import Documents
 from kvjax.lm import LM
 from kvjax.models import Model, build
 from kvjax.sharding import Rules
@@ -28,7 +29,6 @@ from kvjax.transfer.geometry import content
 from kvjax.transfer.mapper import Mapper, map_content
 from kvjax.transfer.scoring import Cut, agreement, behind, native
 from train.config import Phase, TrainConfig, TrainError, parse
-from train.corpus import Documents
 
 LOSSES = ("suffix", "rollout", "free")
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax.checkpoints.export import save_hf
 from kvjax.config import ModelConfig
+from kvjax.documents import Documents
 from kvjax.lm import LM
 from kvjax.models import Model, build
 from kvjax.sharding import Rules, make_mesh
@@ -23,7 +24,6 @@ from kvjax.tokenizer import Tokenizer
 from kvjax.typing import Params
 from train import data
 from train.config import Phase, TrainConfig, TrainError, parse
-from train.corpus import Documents
 from train.head import cross_entropy
 
 

@@ -19,9 +19,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
+from kvjax.documents import Documents
 from kvjax.report import Report
 from kvjax.resources import config_path
-from train.corpus import HOW_TO_PIN, MANIFEST, Documents, compare, read_manifest, replace_file
+from train.corpus import HOW_TO_PIN, MANIFEST, compare, read_manifest, replace_file
 from train.corpus import build as build_corpus
 from train.packages import SPLITS
 
@@ -149,7 +150,7 @@ def build(
 
     Raises:
       VocabularyError: an unknown name, or one the manifest has not.
-      CorpusError: the corpus is missing or damaged.
+      DocumentsError: the corpus is missing or damaged.
     """
     if unknown := set(names) - set(SPECS):
         raise VocabularyError(f"unknown tokenizer {min(unknown)!r} (known: {', '.join(SPECS)})")

@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import functools
 import json
-import pickle
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from kvjax import cli
+from kvjax.documents import Documents
 from kvjax.report import Report
 from kvjax.resources import config_path
 from tests.train.wheels import recipe_text, source, wheel
 from train import corpus, tokenizer
-from train.corpus import Document, Documents, Sieve
+from train.corpus import Document, Sieve
 from train.packages import SPLITS, CorpusError, Recipe
 
 BUILD = dict(
@@ -302,53 +301,6 @@ def test_limit_cuts_the_package_and_its_tests():
     assert [sum(d.kind == kind for d in cut) for kind in ("code", "tests")] == [40, 10]
     assert cut == sorted(cut, key=lambda d: d.name)
     assert cut != documents[:50] and cut == corpus.limit(documents, 50_000, 0.2)
-
-
-def test_documents(tmp_path: Path):
-    corpus.write(tmp_path / "s", [Document("p/a.py", "é = 1\n", "code"), Document("p/b.py", "\ty\n", "code")])
-    documents = Documents(tmp_path / "s.bin")
-    assert (len(documents), documents.bytes, documents.names) == (2, 10, ("p/a.py", "p/b.py"))
-    assert list(documents) == ["é = 1\n", "\ty\n"] and documents[-1] == documents[np.int64(1)] == "\ty\n"
-    with pytest.raises(IndexError, match="document 2 of 2"):
-        documents[2]
-    sent = pickle.dumps(documents)
-    assert len(sent) < 500 and list(pickle.loads(sent)) == list(documents)
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_documents_that_are_not_utf8_are_named(tmp_path: Path):
-    corpus.write(tmp_path / "s", [Document("p/a.py", "aé", "code"), Document("p/b.py", "b", "code")])
-    (tmp_path / "s.bin").write_bytes(b"a\xe9ab")
-    documents = Documents(tmp_path / "s")
-    assert documents[1] == "b"
-    with pytest.raises(CorpusError, match=r"s\.bin: document 0 \(p/a\.py\) is not UTF-8"):
-        documents[0]
-
-
-@pytest.mark.parametrize(
-    "name, data, message",
-    [
-        ("s.bin", b"short", r"offsets end at 10, s\.bin has 5 bytes"),
-        ("s.bin", b"", "not a corpus split"),
-        ("s.bin", None, "not a corpus split"),
-        ("s.names.txt", b"p/a.py\n", "1 names for 2 documents"),
-        ("s.names.txt", b"\xff\n", "not a corpus split"),
-        ("s.index.npy", b"", "not a corpus split"),
-        ("s.index.npy", np.array([0, 7, 10], np.int32), "not int64 offsets"),
-        ("s.index.npy", np.array([0, 11, 10]), "offsets end"),
-    ],
-)
-def test_damaged_files(tmp_path: Path, name: str, data: bytes | np.ndarray | None, message: str):
-    corpus.write(tmp_path / "s", [Document("p/a.py", "é = 1\n", "code"), Document("p/b.py", "\ty\n", "code")])
-    path = tmp_path / name
-    if data is None:
-        path.unlink()
-    elif isinstance(data, bytes):
-        path.write_bytes(data)
-    else:
-        np.save(path, data)
-    with pytest.raises(CorpusError, match=message):
-        Documents(tmp_path / "s")
 
 
 def test_the_manifest_fits_the_recipe():

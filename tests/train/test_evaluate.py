@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from kvjax.config import ModelConfig
+from kvjax.documents import Documents
 from kvjax.lm import LM
 from kvjax.models import build
 from kvjax.tokenizer import Tokenizer
 from train import evaluate
 from train import tokenizer as made
-from train.corpus import Document, Documents, write
+from train.corpus import Document, write
 from train.evaluate import EvaluateError, Scores, encode, score, windows
 
 CODE = Path(made.__file__).read_text("utf-8")

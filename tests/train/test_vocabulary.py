@@ -10,10 +10,11 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvjax.documents import Documents, DocumentsError
 from kvjax.tokenizer import Tokenizer
 from train import tokenizer as made
-from train.corpus import Document, Documents, write
-from train.packages import SPLITS, CorpusError
+from train.corpus import Document, write
+from train.packages import SPLITS, DocumentsError
 
 SMALL = {name: made.Spec(420, spec.pattern, spec.half) for name, spec in made.SPECS.items()}
 CODE = Path(made.__file__).read_text("utf-8")
@@ -141,5 +142,5 @@ def test_unknown_names_and_missing_corpora(corpus: Path):
     with pytest.raises(made.VocabularyError, match="unknown tokenizer 'maxi'"):
         made.build(corpus, names=["maxi"], manifest=corpus / "manifest.json")
     (corpus / "manifest.json").write_text('{"tokenizers": {"mini": {}, "mini-x": {}}}')
-    with pytest.raises(CorpusError, match="not a corpus split"):
+    with pytest.raises(DocumentsError, match="not a corpus split"):
         made.build(corpus / "nowhere", manifest=corpus / "manifest.json")
