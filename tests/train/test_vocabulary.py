@@ -14,7 +14,7 @@ from kvjax.documents import Documents, DocumentsError
 from kvjax.tokenizer import Tokenizer
 from train import tokenizer as made
 from train.corpus import Document, write
-from train.packages import SPLITS, DocumentsError
+from train.packages import SPLITS
 
 SMALL = {name: made.Spec(420, spec.pattern, spec.half) for name, spec in made.SPECS.items()}
 CODE = Path(made.__file__).read_text("utf-8")
