@@ -92,8 +92,9 @@ class Checkpoints:
     _step = 0
 
     def _failed(self, step: int, error: Exception) -> TrainError:
-        older = [c.step for c in self._checkpointer.checkpoints if c.step != step]
-        kept = f"checkpoint {older[-1]} is intact" if older else "there is no earlier checkpoint"
+        # On disk: Orbax's own list already lacks what it would have deleted after this write.
+        older = [int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and int(p.name) != step]
+        kept = f"checkpoint {max(older)} is intact" if older else "there is no earlier checkpoint"
         return TrainError(
             f"{self.directory}: writing checkpoint {step} failed ({_first_line(error)}); {kept}"
         )
@@ -106,6 +107,7 @@ class Checkpoints:
         Raises:
           TrainError: there are checkpoints and none can be read.
         """
+        self.wait()
         broken: list[int] = []
         for checkpoint in reversed(self._checkpointer.checkpoints):
             step = checkpoint.step
@@ -169,6 +171,7 @@ class Checkpoints:
         Raises:
           TrainError: it cannot be read.
         """
+        self.wait()
         try:
             return self._read(step, abstract)[0]
         except Exception as error:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -270,13 +271,17 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 def _failed(directory: Path, at: int, batch: Any, state: Any, metrics: dict[str, float]) -> TrainError:
     """Keep what made step `at` + 1 not finite: the state it began with, its batch and its metrics."""
     place = directory / FAILED
-    failed = Checkpoints(place, keep=1, best="")
-    failed.save(at, state, "", {})
-    failed.close()
-    np.savez(place / "batch.npz", **batch)
-    write_json(place / "metrics.json", {"step": at + 1, **{k: repr(v) for k, v in metrics.items()}})
+    told = "the state before it, its batch and its metrics are in"
+    try:
+        shutil.rmtree(place, ignore_errors=True)  # what an earlier attempt left
+        failed = Checkpoints(place, keep=1, best="")
+        failed.save(at, state, "", {})
+        failed.close()
+        np.savez(place / "batch.npz", **batch)
+        write_json(place / "metrics.json", {"step": at + 1, **{k: repr(v) for k, v in metrics.items()}})
+    except (OSError, TrainError) as error:
+        told = f"its state could not be saved ({error}) in"
     what = "the loss" if not math.isfinite(metrics["loss"]) else "a gradient"
     return TrainError(
-        f"step {at + 1}: {what} is not finite ({metrics}); the state before it, its batch and its metrics are in"
-        f" {place}; lower optimizer.rate, or look at the batch"
+        f"step {at + 1}: {what} is not finite ({metrics}); {told} {place}; lower optimizer.rate, or look at the batch"
     )

@@ -1,15 +1,18 @@
-"""The decoder: chunks and caches against one call, windows, taps, embeddings, trees, bfloat16."""
+"""The decoder: chunks and caches against one call, windows, taps, embeddings, trees, bfloat16, training."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import kvjax
 from kvjax.attention import MaskSpec
 from kvjax.cache import commit
 from kvjax.decode import loop
@@ -249,3 +252,63 @@ def test_unknown_dtypes_and_backends_are_refused() -> None:
         build(tinylm.TINY, attention="cudnn")
     with pytest.raises(ValueError, match="'tpu' cannot be used: .*cpu"):
         build(tinylm.TINY, attention="tpu")
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+KINDS = sorted(p.parent.name for p in GOLDEN.glob("*/config.json"))
+
+
+def train_logits(model, params, ids, pos, remat=False):
+    hidden, head = model.hidden(params, ids, pos, remat=remat)
+    return jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_model_is_the_serving_model(kind: str) -> None:
+    """Every golden kind, biases and windows included: the same parameters, the same logits as transformers."""
+    lm = kvjax.load(GOLDEN / kind, dtype="float32")
+    expected = load_file(GOLDEN / kind / "expected.safetensors")
+    model = build(lm.config, train=True)
+    assert model.names == lm.model.names and model.abstract() == lm.model.abstract()
+    ids = expected["input_ids"]
+    pos = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    got = jax.jit(functools.partial(train_logits, model))(lm.params, ids, pos)
+    np.testing.assert_allclose(got, expected["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["biases", "windows"])
+def test_gradients_are_the_serving_models_and_recomputed_ones_the_same(name: str) -> None:
+    lm = model_of(name)
+    ids, pos = jnp.asarray(some_ids(lm)), jnp.asarray(positions())
+    model = build(lm.config, train=True)
+    direction = np.random.default_rng(1).standard_normal((B, T, lm.config.vocab)).astype(np.float32)
+
+    def gradients(logits):
+        return jax.jit(jax.grad(lambda params: (logits(params) * direction).sum()))(lm.params)
+
+    plain = gradients(lambda p: train_logits(model, p, ids, pos))
+    again = gradients(lambda p: train_logits(model, p, ids, pos, remat=True))
+    served = gradients(lambda p: lm.model.forward(p, ids, pos).logits)
+    for leaf, a, b, c in zip(model.names, plain, again, served, strict=True):
+        scale = float(np.abs(c).max())
+        assert scale > 0, leaf
+        np.testing.assert_allclose(a, b, atol=1e-6 * scale, err_msg=leaf)
+        np.testing.assert_allclose(a, c, atol=2e-5 * scale, err_msg=leaf)
+
+
+def test_recomputation_keeps_less() -> None:
+    """What the forward pass saves for the backward one: with `remat` about a layer's input each."""
+    model = build(tinylm.config(num_layers=4), train=True)
+    params = model.abstract()
+    ids = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+
+    def saved(remat: bool) -> int:
+        def run(params, ids, pos):
+            return jax.vjp(lambda p: model.hidden(p, ids, pos, remat=remat)[0], params)
+
+        _, backward = jax.eval_shape(run, params, ids, ids)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
+
+    assert saved(True) < saved(False) / 4

@@ -31,12 +31,19 @@ def test_weights_are_the_left_operand():
     assert left_operand(lambda x, w: linear(x, w, SETTING)) == (OUT, IN)
 
 
+def test_training_puts_the_rows_left():
+    """With many rows and gradients, the rows' side leads: both directions are then plain products."""
+    train = Setting(SETTING.rules, "float32", Choice("cpu"), train=True)
+    assert left_operand(lambda x, w: linear(x, w, train)) == (ROWS, IN)
+
+
+@pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize(
     ("inner", "outer"), [((12,), (7,)), ((3, 4), (7,)), ((12,), (2, 5)), ((12,), (3, 2, 5))]
 )
-def test_product(platform, inner, outer):
-    setting = Setting(SETTING.rules, "float32", Choice(platform))
+def test_product(platform, inner, outer, train):
+    setting = Setting(SETTING.rules, "float32", Choice(platform), train)
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(2, 3, *inner)), rng.normal(size=(*outer, *inner))
     y = linear(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), setting)
