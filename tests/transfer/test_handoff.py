@@ -151,3 +151,38 @@ def test_moments_are_taken_up_where_they_were_left(lm: LM, tmp_path: Path) -> No
     keep.write_bytes(b"PK\\x03\\x04 garbage")
     with pytest.raises(calibrate.CalibrationError, match="not stored moments"):
         calibrate.collect(lm, lm, TEXTS, sequences=16, keep=keep, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_exact_hand_off_is_native_token_for_token(lm: LM, identity, temperature: float) -> None:
+    """With a good map, a spoiled one and one of zeros: the same answer, by the native programs of the same width."""
+    from serve.exact import Confirmed, Exact, Provisional, Retracted
+
+    _, good = identity
+    options = dict(max_new_tokens=14, size=256, chunk=64, temperature=temperature, seed=[1, 2, 3])
+    native = serve.generate(lm, PROMPTS, draft=kvjax.Junk(width=4, vocab=lm.config.vocab), **options)
+    retractions = []
+    for scale in (1.0, 0.5, 0.0):
+        mapper = dataclasses.replace(
+            good, maps=tuple(dataclasses.replace(m, value=m.value * scale) for m in good.maps)
+        )
+        run = Exact(lm, mapper, lm, PROMPTS, Repair(), 2, 4, **options)
+        text = [[] for _ in PROMPTS]
+        start = [len(lm.tokenizer.encode(p)) for p in PROMPTS]
+        final = [[] for _ in PROMPTS]
+        for event in run.run():
+            if isinstance(event, Provisional):
+                assert event.pos == start[event.index] + len(text[event.index])
+                text[event.index] += event.tokens
+            elif isinstance(event, Retracted):
+                del text[event.index][event.start - start[event.index] :]
+            elif isinstance(event, Confirmed):
+                final[event.index] += event.tokens
+                known = event.upto - start[event.index]
+                assert text[event.index][:known] == final[event.index][: len(text[event.index])]
+                text[event.index][: len(final[event.index])] = final[event.index]
+        assert [g.tokens for g in run.result()] == [g.tokens for g in native]
+        assert [tuple(t) for t in text] == [g.tokens for g in native]
+        retractions.append(sum(run.course.retracted))
+        assert run.course.first_provisional_s < run.course.first_confirmed_s <= run.course.last_s
+    assert retractions[0] == 0 < retractions[2]

@@ -1,0 +1,104 @@
+"""From two models and texts to a stored map: what `kvjax fit` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from kvjax.lm import LM
+from kvjax.report import Report
+from kvjax.transfer import artifact, calibrate, select
+from kvjax.transfer.fit import FitConfig, fit, held_out
+from kvjax.transfer.moments import CalibrationError
+from kvjax.typing import Texts
+
+log = logging.getLogger("kvjax")
+SELECTIONS = ("explained", "matching")
+
+
+@dataclasses.dataclass(frozen=True)
+class FitOptions:
+    """How a map is fitted. k: source layers per target layer; layers: how they are chosen, "explained" (most variance
+    explained alone) or "matching" (same relative depth and its neighbours). ridge, method, local: see
+    `kvjax.transfer.fit.FitConfig`. joint: keys and values explain both. length, sequences, every, batch: of the
+    calibration text (`kvjax.transfer.calibrate.collect`). held: texts of the held-out figures."""
+
+    k: int = 4
+    layers: str = "explained"
+    ridge: float = 1e-3
+    method: str = "ridge"
+    local: bool = False
+    joint: bool = True
+    length: int = 512
+    sequences: int = 200
+    every: int = 1
+    batch: int = 4
+    held: int = 16
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.layers not in SELECTIONS:
+            raise ValueError(f"layers {self.layers!r} is not one of {', '.join(SELECTIONS)}")
+
+
+def fit_pair(
+    source: LM, target: LM, texts: Texts, held: Texts, out: str | Path, options: FitOptions = FitOptions(), *,
+    data: str = "", keep: Path | None = None, progress: bool | None = None,
+) -> Report:  # fmt: skip
+    """Fit a map on `texts`, score it on `held` (other documents), and store it in `out`.
+
+    Args:
+      data: what the texts are, in words, for the manifest. keep: see `calibrate.collect`.
+
+    Returns: a report; table "explained" has R^2 of keys and values on held-out text per target layer.
+
+    Raises:
+      CalibrationError, ArtifactError: texts, models or directory that cannot be used.
+    """
+    if Path(out).exists():
+        raise artifact.ArtifactError(f"{out}: exists; nothing is overwritten")
+    began = time.perf_counter()
+    how: dict[str, Any] = {
+        "length": options.length, "batch": options.batch, "every": options.every, "joint": options.joint,
+        "progress": progress,
+    }  # fmt: skip
+    stats = calibrate.collect(source, target, texts, sequences=options.sequences, keep=keep, **how)
+    read = time.perf_counter() - began
+    if options.layers == "matching":
+        layers = select.matching(stats.source.layers, stats.target.layers, options.k)
+    else:
+        layers = select.by_explained_variance(stats, options.k, ridge=options.ridge)
+    began = time.perf_counter()
+    mapper = fit(stats, layers, FitConfig(options.ridge, options.method, options.local))
+    solved = time.perf_counter() - began
+    try:
+        explained = held_out(mapper, calibrate.collect(source, target, held, sequences=options.held, **how))
+    except CalibrationError as error:
+        raise CalibrationError(f"held-out texts: {error}") from None
+    key, value = (float(x) for x in explained.mean(0))
+    calibration = {
+        "data": data, "rows": stats.rows, "skipped": stats.skipped, "longest": options.length,
+        "sequences": options.sequences, "every": options.every,
+    }  # fmt: skip
+    metrics = {"held_out_texts": options.held, "r2_key": key, "r2_value": value}
+    chosen = {k: getattr(options, k) for k in ("k", "layers", "ridge", "local", "joint")}
+    manifest = artifact.Manifest(
+        artifact.Party.of(source), artifact.Party.of(target), options.method, chosen, calibration, metrics
+    )
+    artifact.save(out, mapper, manifest, dtype=options.dtype)
+    report = Report(f"map from {source.id} to {target.id}", {"out": str(out), **calibration, **chosen})
+    report.facts |= {
+        "weights": mapper.size,
+        "read_s": read,
+        "solve_s": solved,
+        "r2_key": key,
+        "r2_value": value,
+    }
+    for layer, (r2, picked) in enumerate(zip(explained, layers, strict=True)):
+        report.row(
+            "explained", layer=layer, source=" ".join(map(str, picked)), key=float(r2[0]), value=float(r2[1])
+        )
+    return report
