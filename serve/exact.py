@@ -77,8 +77,9 @@ def stream_exact(
       pace: provisional tokens said between two chunks of the target's own prefill. options: as for `serve.generate`,
         without draft and stop; `width` (default 8) is that of the rounds that verify.
     """
-    width = options.pop("width", None) or WIDTH
-    yield from Exact(source, mapper, target, prompts, repair, pace, width, **options).run()
+    rest: dict[str, Any] = dict(options)
+    width = rest.pop("width", None) or WIDTH
+    yield from Exact(source, mapper, target, prompts, repair, pace, width, **rest).run()
 
 
 class Exact(_Handoff):

@@ -119,16 +119,16 @@ class MapperTask:
         down = jax.random.normal(key, (self.options.rank, *inner)) * size**-0.5
         return {"down": down, "up": jnp.zeros((*out, self.options.rank))}
 
-    def mapper(self, params: Any) -> Mapper:
+    def mapper(self, params: Any, start: Mapper) -> Mapper:
         """The map these parameters stand for, the residual folded in."""
         maps = []
-        for start, trained in zip(self.start.maps, params, strict=True):
+        for part, trained in zip(start.maps, params, strict=True):
             if self.options.part == "affine":
                 changed = trained
             else:
-                changed = {name: getattr(start, name) + folded(trained[name]) for name in ("key", "value")}
-            maps.append(dataclasses.replace(start, **changed))
-        return dataclasses.replace(self.start, maps=tuple(maps))
+                changed = {name: getattr(part, name) + folded(trained[name]) for name in ("key", "value")}
+            maps.append(dataclasses.replace(part, **changed))
+        return dataclasses.replace(start, maps=tuple(maps))
 
     def data(self, phase: Phase, index: int) -> grain.IterDataset:
         """{"tokens": [B, length]}: beginnings of documents that are long enough, in a new order every epoch."""
@@ -149,26 +149,36 @@ class MapperTask:
             .batch(phase.batch, drop_remainder=True)
         )
 
-    def loss(
-        self, params: Any, batch: dict[str, jax.Array], key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, dict]:
+    @functools.cached_property
+    def loss(self) -> jax.tree_util.Partial:
         """Mean KL per suffix position (plus weighted reconstruction), weighted by texts."""
+        return jax.tree_util.Partial(self._loss, self._frozen)
+
+    @property
+    def _frozen(self) -> tuple[Any, Any, Any]:
+        return self.source.params, self.target.params, self.start
+
+    def _loss(
+        self, frozen: Any, params: Any, batch: dict[str, jax.Array], key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         tokens = batch["tokens"]
-        cut = self.cuts[tokens.shape[1]]
-        kl, error = self._divergence(params, tokens, cut)
+        kl, error = self._divergence(frozen, params, tokens, self.cuts[tokens.shape[1]])
         count = jnp.float32(tokens.shape[0])
         total = (kl.mean() + self.options.reconstruction * error) * count
         return total, count, {"kl": kl.mean() * count, "error": error * count}
 
-    def _divergence(self, params: Any, tokens: jax.Array, cut: Cut) -> tuple[jax.Array, jax.Array]:
+    def _divergence(
+        self, frozen: Any, params: Any, tokens: jax.Array, cut: Cut
+    ) -> tuple[jax.Array, jax.Array]:
         """(KL [B, S], relative squared error of the mapped rows)."""
+        source, target, start = frozen
         given = cut.given
         pos = jnp.broadcast_to(jnp.arange(given, dtype=jnp.int32), (tokens.shape[0], given))
-        read = self.reader.forward(self.source.params, tokens[:, :given], pos, logits=False)
-        features = jax.lax.stop_gradient(content(read.rows, pos, self.start.source))
-        rows = map_content(self.mapper(params), features, pos)
-        teacher, truth = native(self.model, self.target.params, tokens, cut)
-        logits = behind(self.model, self.target.params, rows, tokens, cut)
+        read = self.reader.forward(source, tokens[:, :given], pos, logits=False)
+        features = jax.lax.stop_gradient(content(read.rows, pos, start.source))
+        rows = map_content(self.mapper(params, start), features, pos)
+        teacher, truth = native(self.model, target, tokens, cut)
+        logits = behind(self.model, target, rows, tokens, cut)
         kl = agreement(logits, jax.lax.stop_gradient(teacher), tokens[:, cut.prefix :]).kl
         error = jnp.float32(0)
         for mapped, real in zip(rows, truth, strict=True):
@@ -179,12 +189,14 @@ class MapperTask:
 
     @functools.cached_property
     def _score(self) -> Any:
-        return jax.jit(lambda params, tokens: self._divergence(params, tokens, self.longest))
+        return jax.jit(lambda frozen, params, tokens: self._divergence(frozen, params, tokens, self.longest))
 
     def evaluate(self, params: Any) -> dict[str, float]:
         """Mean KL and reconstruction error over texts of the selection split."""
-        found = [self._score(params, jnp.asarray(self.held[i : i + 1])) for i in range(len(self.held))]
-        return {"kl": float(np.mean([k for k, _ in found])), "error": float(np.mean([e for _, e in found]))}
+        texts = (jnp.asarray(self.held[i : i + 1]) for i in range(len(self.held)))
+        found = [[float(x.mean()) for x in self._score(self._frozen, params, text)] for text in texts]
+        kl, error = np.mean(found, axis=0)
+        return {"kl": float(kl), "error": float(error)}
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -199,7 +211,7 @@ class MapperTask:
         manifest = dataclasses.replace(
             self.manifest, method=f"{self.manifest.method}+{self.options.loss}", options=options
         )
-        artifact.save(directory, self.mapper(params), manifest)
+        artifact.save(directory, self.mapper(params, self.start), manifest)
 
 
 def folded(factors: dict[str, jax.Array]) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 
 from train.config import TrainConfig, TrainError, read
 
-TASKS = {"pretrain": "train.pretrain:Pretrain"}
+TASKS = {"pretrain": "train.pretrain:Pretrain", "mapper": "train.mapper:MapperTask"}
 """Task name -> class, built with (config, data directory). See `train.loop.Task`."""
 
 

@@ -71,19 +71,20 @@ def make_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The jitted step (state donated, batch) -> (state, metrics).
 
+    loss: a function, or a `jax.tree_util.Partial` over frozen arrays (a target's weights, say), which then are
+      arguments of the compiled step instead of constants in it.
     accumulate: with more than 1, every leaf of the batch leads with that many parts, whose gradients are summed
       before one update; loss and gradient are means over the whole weight, whatever the parts.
 
     Metrics: loss, grad_norm (before clipping), rate, healthy, and the loss's own means.
     """
 
-    def total(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-        value, weight, more = loss(params, batch, key)
-        return value, (weight, more)
+    def step(state: TrainState, batch: Any, loss: Loss) -> tuple[TrainState, dict[str, jax.Array]]:
+        def total(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+            value, weight, more = loss(params, batch, key)
+            return value, (weight, more)
 
-    gradient = jax.value_and_grad(total, has_aux=True)
-
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        gradient = jax.value_and_grad(total, has_aux=True)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         if accumulate == 1:
             (value, (weight, more)), grads = gradient(state.params, batch, key)
@@ -110,4 +111,6 @@ def make_step(
         metrics |= {name: x / weight for name, x in more.items()}
         return TrainState(params, moments, state.step + healthy, state.key, healthy), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    frozen = loss if isinstance(loss, jax.tree_util.Partial) else jax.tree_util.Partial(loss)
+    jitted = jax.jit(step, donate_argnums=0)
+    return lambda state, batch: jitted(state, batch, frozen)

@@ -1,0 +1,127 @@
+"""Functional training of a map on tiny models: it starts at the map, gets better, and folds exactly."""
+
+from __future__ import annotations
+
+import random
+import string
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.documents import Documents
+from kvjax.transfer import artifact
+from kvjax.transfer.pairs import FitOptions, fit_pair
+from train.config import TrainError, from_dict
+from train.corpus import Document, write
+from train.loop import fit
+from train.mapper import MapperTask
+from train.run import run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A corpus whose selection split is part of the training texts (optimization is tested here, not
+    generalization), and a map of a model to itself with too strong a ridge, so that there is something to learn."""
+    root = tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(string.printable, k=220)) for _ in range(24)]
+    for split, count in (("train", 24), ("selection", 6)):
+        write(root / split, [Document(f"p/{i}", t, "code") for i, t in enumerate(texts[:count])])
+    lm = kvjax.load(GOLDEN / "qwen3-tied")
+    options = FitOptions(k=1, layers="matching", joint=False, ridge=0.3, length=48, sequences=16, held=4)
+    report = fit_pair(lm, lm, Documents(root / "train"), Documents(root / "selection"), root / "map", options)
+    assert 0.2 < report.facts["r2_value"] < 0.99
+    return root
+
+
+def config(part: str, loss: str = "suffix", steps: int = 40, **more):
+    model = str(GOLDEN / "qwen3-tied")
+    table = {
+        "source": model,
+        "target": model,
+        "start": "map",
+        "part": part,
+        "loss": loss,
+        "prefix": 32,
+        "held_out": 4,
+    }
+    return from_dict(
+        {
+            "name": "tiny", "task": "mapper", "mapper": {**table, **more},
+            "optimizer": {"rate": 4e-3, "warmup": 2, "weight_decay": 0.0},
+            "phases": [{"steps": steps, "batch": 4, "length": 48}], "run": {"every": 20},
+        },
+        "tiny.toml",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["affine", "residual"])
+def test_training_lowers_the_divergence_and_folds_into_a_map(data: Path, tmp_path: Path, part: str) -> None:
+    settings = config(part, rank=4)
+    task = MapperTask(settings, data)
+    start, _ = task.init()
+    folded = task.mapper(start, task.start)
+    for a, b in zip(folded.maps, task.start.maps, strict=True):
+        np.testing.assert_array_equal(a.key, b.key)
+    before = task.evaluate(start)
+    trained = fit(task, settings, tmp_path / "run")
+    assert trained.metrics["kl"] < 0.95 * before["kl"]
+    task.export(trained.params, tmp_path / "out", "tiny")
+    mapper, manifest = artifact.load(tmp_path / "out")
+    assert manifest.method == "ridge+suffix" and manifest.options["part"] == part
+    again = MapperTask(settings, data)
+    again.start = mapper
+    zero = again.init()[0]
+    np.testing.assert_allclose(again.evaluate(zero)["kl"], trained.metrics["kl"], rtol=1e-4)
+
+
+def test_gradients_reach_the_map_and_nothing_else(data: Path) -> None:
+    task = MapperTask(config("affine"), data)
+    params, decayed = task.init()
+    assert not any(jax.tree.leaves(decayed))
+    batch = {"tokens": jnp.asarray(task.held)}
+    gradients = jax.grad(lambda p: task.loss(p, batch, jax.random.key(0))[0])(params)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
+    assert jax.tree.structure(gradients) == jax.tree.structure(params)
+
+
+def test_the_command_writes_an_artefact(data: Path, tmp_path: Path) -> None:
+    model = GOLDEN / "qwen3-tied"
+    path = tmp_path / "tiny.toml"
+    path.write_text(
+        f'''name = "tiny"
+task = "mapper"
+[mapper]
+source = "{model}"
+target = "{model}"
+start = "map"
+prefix = 32
+held_out = 4
+[optimizer]
+rate = 1e-3
+weight_decay = 0.0
+[[phases]]
+steps = 2
+batch = 2
+length = 48
+'''
+    )
+    outcome = run(path, data=data, out=tmp_path / "run")
+    assert outcome.model is not None and artifact.load(outcome.model)[1].options["name"] == "tiny"
+
+
+def test_options_that_cannot_be_are_named(data: Path) -> None:
+    for change, message in (
+        ({"part": "all"}, "part 'all'"),
+        ({"loss": "mse"}, "loss 'mse'"),
+        ({"prefix": 48}, "leaves no suffix"),
+        ({"start": "nowhere"}, "nowhere: not a stored map"),
+    ):
+        with pytest.raises((TrainError, artifact.ArtifactError), match=message):
+            MapperTask(config(**{"part": "affine", **change}), data)
