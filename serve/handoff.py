@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Unpack
 
 import jax
@@ -28,7 +29,7 @@ class Transfer:
     manifest: artifact.Manifest
 
     @classmethod
-    def load(cls, directory: str, source: LM, target: LM, *, dtype: str | None = None) -> Transfer:
+    def load(cls, directory: str | Path, source: LM, target: LM, *, dtype: str | None = None) -> Transfer:
         """
         Raises:
           kvjax.transfer.artifact.ArtifactError: damaged, or made for other models.

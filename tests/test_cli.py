@@ -234,7 +234,7 @@ def test_bench_lists_and_runs_the_scripts(tmp_path, monkeypatch):
     script = "import sys; sys.exit(0 if sys.argv[1:] == ['--json', '-h'] else 3)"
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "one.py").write_text(f'"""First line."""\n{script}\n')
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "kvjax" / "cli.py"))
+    monkeypatch.setattr(cli.running, "__file__", str(tmp_path / "kvjax" / "cli" / "running.py"))
     assert run("bench").stdout.split() == ["one", "First", "line."]
     assert run("bench", "one", "--json", "-h").exit_code == 0  # the script's own flags
     assert run("bench", "one", "x").exit_code == 3

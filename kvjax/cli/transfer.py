@@ -1,0 +1,165 @@
+"""`kvjax` commands about moving caches: fit, handoff."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvjax.cli.frame import keep_programs, load_model, loading_options, main
+
+
+@main.command()
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Calibration text: a corpus split (DIR/train), a folder of text files or a JSONL file.",
+)
+@click.option(
+    "--held-out",
+    "held_out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Other text, for the figures that are stored with the map.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Where the map is written.")
+@click.option("-k", default=4, help="Source layers each target layer reads.")
+@click.option(
+    "--layers",
+    type=click.Choice(("explained", "matching")),
+    default="explained",
+    help="Which: those that explain most, or those of the same depth.",
+)
+@click.option("--ridge", default=1e-3, help="Strength, relative to the mean variance of the inputs.")
+@click.option("--method", type=click.Choice(("ridge", "recolour")), default="ridge")
+@click.option("--local", is_flag=True, help="Each target head reads one source head.")
+@click.option(
+    "--separate", is_flag=True, help="Keys read keys and values read values; otherwise both read both."
+)
+@click.option("--length", default=512, help="Tokens of a calibration text.")
+@click.option("--sequences", default=200, help="Calibration texts.")
+@click.option("--every", default=1, help="Take one token in so many.")
+@click.option("--batch", default=4, help="Texts read at once.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path),
+    help="File of moments: an interrupted pass goes on from it.",
+)
+@click.option(
+    "--map-dtype",
+    type=click.Choice(("float32", "bfloat16")),
+    default="float32",
+    help="Of the stored weights.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@loading_options
+def fit(
+    source: str,
+    target: str,
+    data: Path,
+    held_out: Path,
+    out: Path,
+    separate: bool,
+    keep: Path | None,
+    map_dtype: str,
+    as_json: bool,
+    dtype: str | None,
+    mesh: tuple[int, int] | None,
+    revision: str | None,
+    compile_cache: Path | None,
+    no_compile_cache: bool,
+    **options: Any,
+) -> None:
+    """Fit a map from SOURCE's cache to TARGET's, in closed form, in one pass over text."""
+    keep_programs(compile_cache, no_compile_cache)
+
+    from kvjax import documents
+    from kvjax.transfer.pairs import FitOptions, fit_pair
+
+    how = FitOptions(joint=not separate, dtype=map_dtype, **options)
+    texts, held = documents.read(data), documents.read(held_out)
+    first, second = (load_model(name, dtype=dtype, mesh=mesh, revision=revision) for name in (source, target))
+    report = fit_pair(first, second, texts, held, out, how, data=data.name, keep=keep)
+    click.echo(report.as_json() if as_json else report.as_text())
+
+
+@main.command()
+@click.argument("source")
+@click.argument("map_", metavar="MAP", type=click.Path(exists=True, path_type=Path))
+@click.argument("target")
+@click.argument("prompt", required=False)
+@click.option("-n", "--max-new-tokens", default=128, help="Tokens to generate at most.")
+@click.option("--tail", default=32, help="Last prompt tokens the target reads itself.")
+@click.option("--head", default=0, help="First prompt tokens the target reads itself.")
+@click.option("--first-layers", default=0, help="First layers the target computes itself, for all tokens.")
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="The target reads everything too, and takes back what it disagrees with.",
+)
+@click.option("-t", "--temperature", default=0.0, help="0 is greedy.")
+@click.option("--seed", default=0)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@loading_options
+def handoff(
+    source: str,
+    map_: Path,
+    target: str,
+    prompt: str | None,
+    max_new_tokens: int,
+    tail: int,
+    head: int,
+    first_layers: int,
+    exact: bool,
+    temperature: float,
+    seed: int,
+    as_json: bool,
+    dtype: str | None,
+    mesh: tuple[int, int] | None,
+    revision: str | None,
+    compile_cache: Path | None,
+    no_compile_cache: bool,
+) -> None:
+    """Let SOURCE read PROMPT (or stdin), and TARGET answer from the cache that MAP makes of it."""
+    if prompt is None or prompt == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise click.UsageError("give a PROMPT, or pipe one into stdin")
+        prompt = sys.stdin.read().removesuffix("\n")
+    keep_programs(compile_cache, no_compile_cache)
+
+    from kvjax.transfer.repair import Repair
+    from serve.exact import Exact
+    from serve.handoff import Transfer
+    from serve.handoff import handoff as hand
+
+    reader, speaker = (
+        load_model(name, dtype=dtype, mesh=mesh, revision=revision) for name in (source, target)
+    )
+    transfer = Transfer.load(map_, reader, speaker)
+    repair = Repair(tail, head, first_layers)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    course = None
+    if exact:
+        result, course = Exact(reader, transfer, speaker, [prompt], repair, **options).answer()
+    else:
+        result = hand(reader, transfer, speaker, [prompt], repair=repair, **options)
+    if not as_json:
+        click.echo(result.text)
+        spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result.timings.items())
+        click.echo(f"kvjax: {spent}", err=True)
+        return
+    report = {"source": reader.id, "target": speaker.id, "repair": vars(repair), "exact": exact}
+    report |= dataclasses.asdict(result.generations[0]) | {
+        "timings": result.timings,
+        "program": result.program,
+    }
+    if course is not None:
+        report["course"] = dataclasses.asdict(course)
+    click.echo(json.dumps(report))
