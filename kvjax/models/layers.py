@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,19 @@ def linear(
 
     XLA:CPU is fast only with the weights as the left operand (a step of one row: 23 against 37 ms, a chunk of 128:
     196 against 325). The barrier keeps XLA from turning it round again or fusing into it (5 % of a step).
+    For training the rows are on the left, and on one device both operands are made matrices first: the gradient by
+    the weight is then one plain product, without a transposed copy of the rows (7 % of a step).
     """
     inner = x.ndim - 2
     outer = weight.ndim - inner
+    if setting.train and setting.rules.mesh is None:
+        rows, matrix = (
+            x.reshape(-1, math.prod(x.shape[2:])),
+            weight.reshape(math.prod(weight.shape[:outer]), -1),
+        )
+        dims = (((1,), (1,)), ((), ()))
+        y = jax.lax.dot_general(rows, matrix, dims, preferred_element_type=dtype or x.dtype)
+        return y.reshape(*x.shape[:2], *weight.shape[:outer])
     contract_x, contract_w = tuple(range(2, x.ndim)), tuple(range(outer, weight.ndim))
     left = setting.attention.platform == "cpu" and not setting.train
     sharding = None
