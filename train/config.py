@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-import dacite
+from kvjax import settings
 
 T = TypeVar("T")
 SCHEDULES = ("cosine", "wsd")
@@ -144,38 +143,9 @@ class TrainConfig:
         return _flatten(dataclasses.asdict(self))
 
 
-def parse(kind: type[T], data: dict[str, Any], where: str) -> T:
-    """`data` as the frozen dataclass `kind`; `where` names file and table in errors.
-
-    Raises:
-      TrainError: unknown, missing or mistyped keys.
-    """
-    if not isinstance(data, dict):
-        raise TrainError(f"{where}: must be a table, got {data!r}")
-    try:
-        return dacite.from_dict(
-            kind, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _number, int: _no_bool})
-        )
-    except dacite.UnexpectedDataError as error:
-        known = ", ".join(f.name for f in dataclasses.fields(kind))  # type: ignore[arg-type]
-        raise TrainError(f"{where}: unknown {', '.join(sorted(error.keys))}; known: {known}") from None
-    except dacite.DaciteError as error:
-        raise TrainError(f"{where}: {error}") from None
-    except (ValueError, TypeError) as error:  # of the fields' own checks, or of a cast
-        raise TrainError(f"{where}: {error}") from None
-
-
-def _number(value: Any) -> Any:
-    """TOML's 1 will do for 1.0, its "1" and true will not."""
-    value = _no_bool(value)
-    return float(value) if isinstance(value, int) else value
-
-
-def _no_bool(value: Any) -> Any:
-    """To Python, but not here, true is a number."""
-    if isinstance(value, bool):
-        raise TrainError(f"{str(value).lower()} stands where a number should")
-    return value
+def parse(kind: type[T], data: Any, where: str) -> T:
+    """See `kvjax.settings.parse`; raises TrainError."""
+    return settings.parse(kind, data, where, TrainError)
 
 
 def read(path: str | Path) -> TrainConfig:
@@ -184,16 +154,7 @@ def read(path: str | Path) -> TrainConfig:
     Raises:
       TrainError: not TOML, or a key that is unknown, missing or out of range.
     """
-    path = Path(path)
-    try:
-        data = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise TrainError(f"{path}: no such file") from None
-    except OSError as error:
-        raise TrainError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TrainError(f"{path}: not TOML: {error}") from None
-    return from_dict(data, str(path))
+    return from_dict(settings.table(path, TrainError), str(path))
 
 
 def from_dict(data: dict[str, Any], where: str) -> TrainConfig:

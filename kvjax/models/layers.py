@@ -45,8 +45,9 @@ def linear(
             x.reshape(-1, math.prod(x.shape[2:])),
             weight.reshape(math.prod(weight.shape[:outer]), -1),
         )
-        dims = (((1,), (1,)), ((), ()))
-        y = jax.lax.dot_general(rows, matrix, dims, preferred_element_type=dtype or x.dtype)
+        y = jax.lax.dot_general(
+            rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=dtype or x.dtype
+        )
         return y.reshape(*x.shape[:2], *weight.shape[:outer])
     contract_x, contract_w = tuple(range(2, x.ndim)), tuple(range(outer, weight.ndim))
     left = setting.attention.platform == "cpu" and not setting.train

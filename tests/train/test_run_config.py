@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, old: str, new: str, m
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="absent.toml: no such file"):
+    with pytest.raises(TrainError, match="absent.toml: No such file"):
         config.read(tmp_path / "absent.toml")
     with pytest.raises(TrainError, match="Is a directory"):
         config.read(tmp_path)
