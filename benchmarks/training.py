@@ -115,7 +115,7 @@ class Torch:
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         self.done += 1
-        return float(loss)
+        return loss.item()
 
 
 def turn(step: Callable[[np.ndarray], float], draw: Callable[[], np.ndarray]) -> float:

@@ -395,7 +395,7 @@ def test_train_pauses_resumes_and_exports(synthetic, tmp_path, monkeypatch):
         (('task = "pretrain"', 'task = "juggle"'), "pretrain"),
         (("tokenizers/tiny", "tokenizers/huge"), "huge: no tokenizer.json"),
         (("vocab_size = 300", "vocab_size = 301"), "vocab_size is 301"),
-        (None, "tiny.toml: no such file"),
+        (None, "tiny.toml: No such file"),
     ],
 )
 def test_train_refuses_in_one_line(synthetic, tmp_path, change, named):

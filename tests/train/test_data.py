@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from train import data
@@ -44,7 +44,9 @@ def same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
     return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.generate))
+@example(lengths=[3, 10, 17, 4, 8], length=4, batch=2, seed=1, at=0)
+@example(lengths=[3, 10, 17, 4, 8], length=4, batch=2, seed=1, at=9)
 @given(
     lengths=st.lists(st.integers(1, 13), min_size=1, max_size=9), length=st.integers(1, 6),
     batch=st.integers(1, 3), seed=st.integers(0, 5), at=st.integers(0, 40),
