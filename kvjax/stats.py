@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ LEVEL = 0.95
 
 
 def bootstrap(
-    columns: Mapping[str, np.ndarray], statistic: Callable[[Mapping[str, np.ndarray]], float], *,
+    columns: Mapping[str, np.ndarray], statistic: Callable[[Mapping[str, np.ndarray]], Any], *,
     draws: int = DRAWS, seed: int = 0,
 ) -> tuple[float, float, float]:  # fmt: skip
     """(value, low, high): `statistic` of the columns' means over texts, and its 95 % interval when texts are drawn

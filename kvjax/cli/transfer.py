@@ -1,4 +1,4 @@
-"""`kvjax` commands about moving caches: fit, handoff."""
+"""`kvjax` commands about moving caches: fit, handoff, judge-transfer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvjax.cli.frame import keep_programs, load_model, loading_options, main
+from kvjax.cli.frame import caching_options, keep_programs, load_model, loading_options, log, main
 
 
 @main.command()
@@ -163,3 +163,48 @@ def handoff(
     if course is not None:
         report["course"] = dataclasses.asdict(course)
     click.echo(json.dumps(report))
+
+
+@main.command("judge-transfer")
+@click.argument("pair", metavar="PAIR.toml", type=click.Path(path_type=Path))
+@click.option(
+    "--corpus", required=True, type=click.Path(exists=True, path_type=Path), help="Directory of the splits."
+)
+@click.option(
+    "--maps",
+    default=".",
+    type=click.Path(path_type=Path),
+    help="Directory of the trained maps the pair names.",
+)
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="File of moments: an interrupted pass goes on from it."
+)
+@click.option("--plots", type=click.Path(path_type=Path), help="Directory for PNG plots.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@caching_options
+def judge_transfer(
+    pair: Path,
+    corpus: Path,
+    maps: Path,
+    keep: Path | None,
+    plots: Path | None,
+    as_json: bool,
+    compile_cache: Path | None,
+    no_compile_cache: bool,
+) -> None:
+    """Judge the maps of PAIR.toml beside every control. Exits 1 when a bar is missed."""
+    keep_programs(compile_cache, no_compile_cache)
+
+    from kvjax.transfer import study
+
+    def tell(name: str) -> None:
+        log.info("judging %s", name)
+
+    report, series = study.run(pair, corpus=corpus, maps=maps, keep=keep, progress=tell)
+    if plots is not None:
+        from kvjax.transfer.plots import draw
+
+        draw(series, plots)
+    click.echo(report.as_json() if as_json else report.as_text())
+    if not report.ok:
+        raise click.exceptions.Exit(1)
