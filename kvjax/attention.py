@@ -186,7 +186,8 @@ def _attend(q, k, v, view, pos, mask, *, window, choice):
     scores = jnp.einsum("bkrh,bkth->bkrt", folded, k, preferred_element_type=jnp.float32) * scale
     scores = scores.reshape(batch, kv, t, groups, t)
     scores = jnp.where(seen[:, None, :, None, :], scores, -jnp.inf).reshape(batch, kv, t * groups, t)
-    top = scores.max(-1)  # finite: every row sees itself
+    # Finite, since every row sees itself; a shift that cancels, so that gradients need not pass through it.
+    top = jax.lax.stop_gradient(scores.max(-1))
     weights = jnp.exp(scores - top[..., None])
     total = weights.sum(-1)
     own = jnp.einsum("bkrt,bkth->bkrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)

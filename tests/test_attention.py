@@ -226,3 +226,51 @@ def test_a_named_backend_is_used_or_refused() -> None:
     assert hopper.backend(q, k).name == "xla"
     with pytest.raises(ValueError, match="'gpu' cannot be used: .*float32"):
         Choice("gpu", "NVIDIA H100 80GB HBM3", "gpu").backend(q, k)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_are_those_of_a_plain_softmax(window):
+    """Training goes through both: rows with nothing before them, and a chain over a cache."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, T, K, G, H), (B, K, S, H), (B, K, S, H))
+    )
+    way = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+    start = 6
+    for first in (0, start):  # position of the first new row
+        pos = first + jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        new = (slice(None), slice(None), slice(first, first + T))
+
+        def ours(q, k, v, first=first, pos=pos, new=new):
+            view = View(k, v, jnp.full((B,), first, jnp.int32)) if first else None
+            out, _ = attend(q, k[new], v[new], view, pos, MaskSpec(), window=window, choice=CPU, rules=RULES)
+            return (out * way).sum()
+
+        def plain(q, k, v, pos=pos):
+            scores = jnp.einsum("btkgh,bksh->bkgts", q, k) * H**-0.5
+            slot = jnp.arange(S)
+            seen = (slot <= pos[0][:, None]) & (pos[0][:, None] - slot < (window or S))
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
+            return (jnp.einsum("bkgts,bksh->btkgh", weights, v) * way).sum()
+
+        for a, b in zip(jax.grad(ours, (0, 1, 2))(q, k, v), jax.grad(plain, (0, 1, 2))(q, k, v), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_the_log_sum_exp_has_its_gradient():
+    rng = np.random.default_rng(1)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, K, 4, H), (B, K, S, H), (B, K, S, H))
+    )
+    upper = jnp.asarray([3, 7], jnp.int32)
+
+    def ours(q, k):
+        return (ref.block_attention(q, k, v, upper, scale=0.4, stair=2)[1] ** 2).sum()
+
+    def plain(q, k):
+        scores = jnp.einsum("bkrh,bksh->bkrs", q, k) * 0.4
+        seen = jnp.arange(S) < (upper[:, None] + jnp.arange(4) // 2)[:, :, None]
+        return (jax.nn.logsumexp(jnp.where(seen[:, None], scores, -jnp.inf), -1) ** 2).sum()
+
+    for a, b in zip(jax.grad(ours, (0, 1))(q, k), jax.grad(plain, (0, 1))(q, k), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

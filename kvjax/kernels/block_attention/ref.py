@@ -47,7 +47,7 @@ def block_attention(
     if lower is not None:
         visible = visible & (slot >= lower[:, None, :, None])
     scores = jnp.where(visible, scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))  # cancels: gradients need not pass
     # A row that sees nothing has top = -inf, and -inf - -inf is NaN: shift such a row by 0 instead.
     weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=-1, keepdims=True)
