@@ -3,8 +3,8 @@
 The trained part is the affine map itself, or a low-rank residual (up-projection zero at the start) that is folded into
 the map afterwards, so that mapping never pays for it. The loss is the KL divergence of the target's next-token
 distribution behind mapped rows from its native one, over text ("suffix"), over the target's own continuation
-("rollout", teacher-forced), or over the continuation the mapped cache itself leads to ("free"); plus, if asked for, the
-error of the target's attention outputs.
+("rollout", teacher-forced), or over the continuation the mapped cache itself leads to ("free"); plus the weighted error
+of the mapped rows themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvjax.sharding import Rules
 from kvjax.transfer import artifact, calibrate
 from kvjax.transfer.geometry import content
 from kvjax.transfer.mapper import Mapper, map_content
-from kvjax.transfer.scoring import Cut, agreement, behind, native
+from kvjax.transfer.scoring import Cut, agreement, behind, native, rollout
 from train.config import Phase, TrainConfig, TrainError, parse
 
 LOSSES = ("suffix", "rollout", "free")
@@ -162,13 +162,13 @@ class MapperTask:
         self, frozen: Any, params: Any, batch: dict[str, jax.Array], key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         tokens = batch["tokens"]
-        kl, error = self._divergence(frozen, params, tokens, self.cuts[tokens.shape[1]])
+        kl, error = self._divergence(frozen, params, tokens, self.cuts[tokens.shape[1]], self.options.loss)
         count = jnp.float32(tokens.shape[0])
         total = (kl.mean() + self.options.reconstruction * error) * count
         return total, count, {"kl": kl.mean() * count, "error": error * count}
 
     def _divergence(
-        self, frozen: Any, params: Any, tokens: jax.Array, cut: Cut
+        self, frozen: Any, params: Any, tokens: jax.Array, cut: Cut, loss: str
     ) -> tuple[jax.Array, jax.Array]:
         """(KL [B, S], relative squared error of the mapped rows)."""
         source, target, start = frozen
@@ -177,6 +177,11 @@ class MapperTask:
         read = self.reader.forward(source, tokens[:, :given], pos, logits=False)
         features = jax.lax.stop_gradient(content(read.rows, pos, start.source))
         rows = map_content(self.mapper(params, start), features, pos)
+        if loss != "suffix":  # what is said instead of what the text goes on with
+            behind_what = None if loss == "rollout" else jax.lax.stop_gradient(rows)
+            limit = self.target.tokenizer.vocab  # type: ignore[union-attr]
+            said, _ = rollout(self.model, target, behind_what, tokens, cut, cut.suffix, limit)
+            tokens = jnp.concatenate([tokens[:, : cut.prefix], said], axis=1)
         teacher, truth = native(self.model, target, tokens, cut)
         logits = behind(self.model, target, rows, tokens, cut)
         kl = agreement(logits, jax.lax.stop_gradient(teacher), tokens[:, cut.prefix :]).kl
@@ -189,10 +194,13 @@ class MapperTask:
 
     @functools.cached_property
     def _score(self) -> Any:
-        return jax.jit(lambda frozen, params, tokens: self._divergence(frozen, params, tokens, self.longest))
+        def score(frozen: Any, params: Any, tokens: jax.Array) -> Any:
+            return self._divergence(frozen, params, tokens, self.longest, self.options.loss)
+
+        return jax.jit(score)
 
     def evaluate(self, params: Any) -> dict[str, float]:
-        """Mean KL and reconstruction error over texts of the selection split."""
+        """Mean KL, of the kind that is trained, and reconstruction error over texts of the selection split."""
         texts = (jnp.asarray(self.held[i : i + 1]) for i in range(len(self.held)))
         found = [[float(x.mean()) for x in self._score(self._frozen, params, text)] for text in texts]
         kl, error = np.mean(found, axis=0)

@@ -199,8 +199,9 @@ def _free(target: LM, condition: Condition, tokens: jax.Array, cut: Cut, steps: 
     if rows is None:  # nothing stands before the tail, and a cache cannot say so
         nothing = np.full(len(tokens), np.nan)
         return [nothing, nothing]
-    chosen, logits = rollout(target.model, target.params, rows, tokens, cut, steps)
-    theirs, _ = rollout(target.model, target.params, None, tokens, cut, steps)
+    limit = target.tokenizer.vocab if target.tokenizer else None
+    chosen, logits = rollout(target.model, target.params, rows, tokens, cut, steps, limit)
+    theirs, _ = rollout(target.model, target.params, None, tokens, cut, steps, limit)
     whole = jnp.concatenate([tokens[:, : cut.prefix], chosen], 1)
     truth, _ = native(target.model, target.params, whole, Cut(cut.prefix, steps, cut.tail))
     kl = agreement(logits, truth, chosen).kl

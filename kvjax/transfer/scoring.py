@@ -106,13 +106,20 @@ def agreement(
     return Agreement(nats, kl, ours.argmax(-1) == theirs.argmax(-1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
 def rollout(
-    model: Model, params: Params, rows: Rows | None, tokens: Int[Array, "B P"], cut: Cut, steps: int
+    model: Model,
+    params: Params,
+    rows: Rows | None,
+    tokens: Int[Array, "B P"],
+    cut: Cut,
+    steps: int,
+    limit: int | None = None,
 ) -> tuple[Int[Array, "B R"], Float[Array, "B R V"]]:
     """Greedy continuation of the prefix behind given rows: (R = steps tokens, the logits each was taken from).
 
-    `rows` None: the target reads the whole prefix itself. `cut.suffix` is not used.
+    `rows` None: the target reads the whole prefix itself. `cut.suffix` is not used. limit: ids from here on are never
+    chosen (the tokenizer has no such tokens), as in `serve.generate`.
     """
     batch, given = tokens.shape[0], 0 if rows is None else cut.given
     size = cut.prefix + steps
@@ -127,7 +134,7 @@ def rollout(
 
     def step(carry: tuple[KVCache, jax.Array], at: jax.Array) -> tuple[tuple[KVCache, jax.Array], tuple]:
         cache, logits = carry
-        token = logits.argmax(-1).astype(jnp.int32)
+        token = logits[:, :limit].argmax(-1).astype(jnp.int32)
         cache = dataclasses.replace(cache, filled=jnp.full((batch,), at, jnp.int32))
         out = model.forward(params, token[:, None], jnp.full((batch, 1), at, jnp.int32), cache, at=at)
         assert out.cache is not None and out.logits is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import string
 from pathlib import Path
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 
 import kvjax
+import serve
 from kvjax.documents import Documents
-from kvjax.transfer import artifact
+from kvjax.transfer import artifact, calibrate, select
+from kvjax.transfer.fit import FitConfig
+from kvjax.transfer.fit import fit as closed_form
 from kvjax.transfer.pairs import FitOptions, fit_pair
+from kvjax.transfer.scoring import rollout
 from train.config import TrainError, from_dict
 from train.corpus import Document, write
 from train.loop import fit
@@ -79,6 +84,35 @@ def test_training_lowers_the_divergence_and_folds_into_a_map(data: Path, tmp_pat
     again.start = mapper
     zero = again.init()[0]
     np.testing.assert_allclose(again.evaluate(zero)["kl"], trained.metrics["kl"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["rollout", "free"])
+def test_continuations_are_the_targets_own(data: Path, loss: str) -> None:
+    """A perfect map follows the native continuation either way, and the divergence there is nothing."""
+    task = MapperTask(config("affine", loss), data)
+    lm, cut = task.target, task.longest
+    stats = calibrate.collect(
+        lm, lm, Documents(data / "train"), length=48, batch=4, sequences=24, joint=False
+    )
+    exact = closed_form(stats, select.matching(2, 2), FitConfig(ridge=1e-7))
+    good = tuple({k: getattr(m, k) for k in ("key", "value", "key_bias", "value_bias")} for m in exact.maps)
+    moved = [
+        dataclasses.replace(a, key_mean=b.key_mean, value_mean=b.value_mean)
+        for a, b in zip(task.start.maps, exact.maps, strict=True)
+    ]
+    start = dataclasses.replace(task.start, maps=tuple(moved))
+    frozen = (lm.params, lm.params, start)
+    tokens = jnp.asarray(task.held)
+    kl, error = task._divergence(frozen, good, tokens, cut, loss)
+    assert float(kl.max()) < 1e-3 and float(error) < 1e-3
+    bad, _ = task.init()
+    kl, _ = task._divergence((lm.params, lm.params, task.start), bad, tokens, cut, loss)
+    assert float(kl.mean()) > 1e-2
+    said, _ = rollout(task.model, lm.params, None, tokens, cut, cut.suffix, lm.tokenizer.vocab)
+    greedy = serve.generate(
+        lm, [t[: cut.prefix].tolist() for t in task.held], max_new_tokens=cut.suffix, stop_ids=[]
+    )
+    assert [tuple(row) for row in np.asarray(said).tolist()] == [g.tokens for g in greedy]
 
 
 def test_gradients_reach_the_map_and_nothing_else(data: Path) -> None:
