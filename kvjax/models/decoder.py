@@ -64,6 +64,20 @@ class Attention(nnx.Module):
         self.o_bias = param(rngs, (d,), setting) if config.o_bias else None
 
     def __call__(self, x, cos, sin, view: View | None, pos, mask: MaskSpec, window: int | None, at):
+        setting = self.setting
+        q, k, v = self.heads(x, cos, sin)
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        with jax.named_scope("attention"):
+            out, written = attend(
+                q, k, v, view, pos, mask, window=window, choice=setting.attention, rules=setting.rules, at=at
+            )
+            out = linear(out.reshape(*out.shape[:3], -1), self.o_proj[...], setting, reduced=True)
+        if self.o_bias is not None:
+            out = out + self.o_bias[...]
+        return out, (k, v), written
+
+    def heads(self, x, cos, sin):
+        """Rotated queries [B, T, K', G', H] and keys [B, T, K', H], and values [B, T, K', H]."""
         setting, g = self.setting, self.groups
         batch, t, _ = x.shape
         with jax.named_scope("qkv"):
@@ -88,15 +102,7 @@ class Attention(nnx.Module):
         with jax.named_scope("rope"):
             q = rotate(q, cos[:, :, None, None], sin[:, :, None, None])
             k = rotate(k, cos[:, :, None], sin[:, :, None])
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        with jax.named_scope("attention"):
-            out, written = attend(
-                q, k, v, view, pos, mask, window=window, choice=setting.attention, rules=setting.rules, at=at
-            )
-            out = linear(out.reshape(batch, t, kv, -1), self.o_proj[...], setting, reduced=True)
-        if self.o_bias is not None:
-            out = out + self.o_bias[...]
-        return out, (k, v), written
+        return q, k, v
 
 
 class MLP(nnx.Module):
@@ -203,6 +209,19 @@ class Decoder(nnx.Module):
 
             x = (jax.checkpoint(run) if remat else run)(x)
         return rms_norm(x, self.norm[...], config.eps)
+
+    def queries(self, inputs: jax.Array, pos: jax.Array) -> tuple[jax.Array, ...]:
+        """Per layer the rotated queries [B, T, K', G', H] of whole sequences, to measure what a cache does to them."""
+        config, found = self.config, []
+        x = self._embed(inputs)
+        cos, sin = cos_sin(pos, config.rope, config.head_dim)
+        for i, layer in enumerate(self.layers):
+            # The layer computes the same projection again; compiled together it is one.
+            found.append(layer.attn.heads(rms_norm(x, layer.input_layernorm[...], config.eps), cos, sin)[0])
+            x = layer(
+                x, cos, sin, None, pos, MaskSpec(), config.windows[i] if config.windows else None, None
+            )[0]
+        return tuple(found)
 
     @property
     def head(self) -> jax.Array:

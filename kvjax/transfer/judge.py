@@ -208,6 +208,55 @@ def _free(target: LM, condition: Condition, tokens: jax.Array, cut: Cut, steps: 
     return [np.asarray(kl, np.float64).mean(1), np.asarray(chosen == theirs, np.float64).mean(1)]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _cosines(
+    model: Model, give: Callable, cut: Cut, params: Params, arrays: Any, tokens: jax.Array
+) -> jax.Array:
+    """[L, B]: cosine between a layer's attention outputs over given and over native rows, under native queries, mean
+    over the suffix and the heads."""
+    read = tokens[:, : cut.length - 1]
+    pos = _positions(read)
+    queries = model.bind(params).queries(read, pos)
+    truth = model.forward(params, read, pos, logits=False).rows
+    rows = give(arrays, tokens)
+    assert rows is not None
+    seen = jnp.arange(read.shape[1])[None] <= jnp.arange(cut.prefix, read.shape[1])[:, None]  # [S - 1, T]
+
+    def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("btkgh,bksh->bkgts", q, k, precision="highest") * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1)
+        return jnp.einsum("bkgts,bksh->bkgth", weights, v, precision="highest")
+
+    found = []
+    for q, (k, v), (near_k, near_v) in zip(queries, truth, rows, strict=True):
+        put = lambda whole, part: whole.at[:, :, : cut.given].set(part[:, :, : cut.given].astype(whole.dtype))  # noqa: E731
+        q = q[:, cut.prefix :].astype(jnp.float32)
+        a, b = attended(q, k, v), attended(q, put(k, near_k), put(v, near_v))
+        norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+        found.append((jnp.sum(a * b, -1) / jnp.maximum(norms, 1e-30)).mean((1, 2, 3)))
+    return jnp.stack(found)
+
+
+def similarity(
+    target: LM, conditions: Mapping[str, Condition], texts: Texts, *, batch: int = 4
+) -> dict[str, tuple[float, float]]:
+    """Attention-output cosine, (mean over layers, worst layer), of every condition that gives rows (full attention)."""
+    found = {}
+    for name, condition in conditions.items():
+        parts = []
+        for i in range(0, len(texts.tokens), batch):
+            tokens = jnp.asarray(texts.tokens[i : i + batch])
+            if jax.eval_shape(condition.give, condition.arrays, tokens) is None:
+                break
+            parts.append(
+                _cosines(target.model, condition.give, texts.cut, target.params, condition.arrays, tokens)
+            )
+        if parts:
+            layers = np.concatenate(parts, 1).mean(1)
+            found[name] = float(layers.mean()), float(layers.min())
+    return found
+
+
 def recovery(results: Mapping[str, Answers], name: str) -> tuple[float, float, float]:
     """Native context recovery, (none - this) / (none - native) in nats, with its 95 % interval over texts."""
     columns = {k: results[k].nats for k in ("no context", "native", name)}

@@ -119,18 +119,21 @@ class Study:
             sequences=sequences, every=table.every, joint=table.joint, keep=keep,
         )  # fmt: skip
 
-    def judged(
-        self, split: str, conditions: Mapping[str, judge.Condition], steps: int = 0
-    ) -> dict[str, judge.Answers]:
+    def texts(self, split: str) -> judge.Texts:
         cut, texts = self.cut(), documents.read(self.corpus / split)
         rows = beginnings(texts, self.target, cut.length, self.config.texts.documents)
         rows = rows[: len(rows) - len(rows) % 4]
         self.report.facts[f"texts ({split})"] = len(rows)
+        return judge.Texts(rows, cut)
+
+    def judged(
+        self, split: str, conditions: Mapping[str, judge.Condition], steps: int = 0
+    ) -> dict[str, judge.Answers]:
         return judge.judge(
             self.source,
             self.target,
             conditions,
-            judge.Texts(rows, cut),
+            self.texts(split),
             batch=4,
             steps=steps,
             progress=self.progress,
@@ -179,7 +182,8 @@ def run(
         else:
             conditions[name] = control
     results = study.judged(config.texts.reporting, conditions, config.rollout.steps)
-    _conditions(report, results)
+    cosines = judge.similarity(study.target, conditions, study.texts(config.texts.reporting))
+    _conditions(report, results, cosines)
     if config.choice.items:
         _choice(study, conditions)
     _sanity(report, results)
@@ -200,12 +204,14 @@ def _sweep(study: Study, stats: Statistics) -> dict[int, tuple[Mapper, float]]:
         made[k] = fit(stats, layers, FitConfig(table.ridge, table.method, table.local))
         conditions[f"k = {k}"] = judge.mapped(study.source, made[k], study.cut())
     results = study.judged(config.texts.choosing, conditions)
+    cosines = judge.similarity(study.target, conditions, study.texts(config.texts.choosing))
     found = {}
     for k, mapper in made.items():
         answers, explained = results[f"k = {k}"], held_out(mapper, held).mean(0)
         found[k] = (mapper, float(answers.nats.mean()))
         study.report.row(
             "k", k=k, nats=float(answers.nats.mean()), kl=float(answers.kl.mean()), top1=float(answers.top1.mean()),
+            cosine=cosines[f"k = {k}"][0], worst_layer=cosines[f"k = {k}"][1],
             r2_key=float(explained[0]), r2_value=float(explained[1]), map_ms=1e3 * _mapping(study, mapper),
             weights=mapper.size,
         )  # fmt: skip
@@ -227,12 +233,16 @@ def _mapping(study: Study, mapper: Mapper, repeats: int = 5) -> float:
     return float(np.median(times))
 
 
-def _conditions(report: Report, results: Mapping[str, judge.Answers]) -> None:
+def _conditions(
+    report: Report, results: Mapping[str, judge.Answers], cosines: Mapping[str, tuple[float, float]]
+) -> None:
     for name, answers in results.items():
         row: dict[str, Any] = {"condition": name}
         for column in ("nats", "kl", "top1"):
             value, low, high = bootstrap({"x": getattr(answers, column)}, lambda m: m["x"])
             row |= {column: value, f"{column} 95 %": f"{low:.3f} .. {high:.3f}"}
+        if name in cosines:
+            row |= {"cosine": cosines[name][0], "worst layer": cosines[name][1]}
         if answers.free is not None and answers.same is not None:
             row |= {"free kl": float(np.mean(answers.free)), "free same": float(np.mean(answers.same))}
         for column, ratio in (("recovery", judge.recovery), ("gap closed", judge.gap_closed)):

@@ -69,6 +69,17 @@ def test_what_must_not_be_native_is_not(results) -> None:
     assert results["zero cache"].free.min() > 1e-4
 
 
+def test_similarity_is_one_for_the_native_cache_and_less_for_others(lm, mapper, texts) -> None:
+    conditions = {"map": judge.mapped(lm, mapper, CUT), **judge.controls(lm, lm, mapper, CUT)}
+    found = judge.similarity(lm, conditions, texts, batch=3)
+    assert "no context" not in found
+    for name in ("native, re-injected", "map"):
+        assert min(found[name]) > 0.9999, name
+    for name in ("random map", "another text's cache"):
+        mean, worst = found[name]
+        assert worst <= mean < 0.999, name
+
+
 def test_ratios(results) -> None:
     value, low, high = judge.recovery(results, "map")
     assert low <= value <= high and abs(value - 1) < 0.2
