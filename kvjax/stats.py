@@ -25,7 +25,12 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     count = matrix.shape[1]
     weights = rng.multinomial(count, np.full(count, 1 / count), size=draws) / count  # [draws, N]
-    value = statistic(dict(zip(columns, matrix.mean(1), strict=True)))
-    drawn = [statistic(dict(zip(columns, means, strict=True))) for means in weights @ matrix.T]
-    low, high = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(value), float(low), float(high)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a ratio may be undefined: NaN says so
+        value = float(statistic(dict(zip(columns, matrix.mean(1), strict=True))))
+        drawn = np.asarray(
+            [statistic(dict(zip(columns, m, strict=True))) for m in weights @ matrix.T], np.float64
+        )
+    if not np.isfinite(drawn).all():
+        return value, float("nan"), float("nan")
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return value, float(low), float(high)

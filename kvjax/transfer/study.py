@@ -75,7 +75,9 @@ class ChoiceTable:
 
 @dataclasses.dataclass(frozen=True)
 class PairConfig:
-    """One pair. trained: name -> directory of a map that is judged beside the closed form (below `--maps`)."""
+    """One pair. trained: name -> directory (below `--maps`) of a map that is judged beside the closed form. selves: the
+    same of maps from the target to itself, trained with the same data, loss and steps: what they gain was learned about
+    the text, not read from the source."""
 
     source: str
     target: str
@@ -84,6 +86,7 @@ class PairConfig:
     rollout: RolloutTable = RolloutTable()
     choice: ChoiceTable = ChoiceTable()
     trained: dict[str, str] = dataclasses.field(default_factory=dict)
+    selves: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class StudyError(ValueError):
@@ -169,13 +172,13 @@ def run(
     found = _sweep(study, stats)
     best = min(found, key=lambda k: found[k][1])
     report.facts["k chosen on the choosing split"] = best
-    conditions: dict[str, judge.Condition] = {
-        "closed form": judge.mapped(study.source, found[best][0], study.cut())
-    }
-    for name, directory in config.trained.items():
-        mapper, manifest = artifact.load(study.maps / directory)
-        artifact.check(manifest, study.source, study.target)
-        conditions[name] = judge.mapped(study.source, mapper, study.cut())
+    maps_of: dict[str, tuple[LM, Mapper]] = {"closed form": (study.source, found[best][0])}
+    for reader, named in ((study.source, config.trained), (study.target, config.selves)):
+        for name, directory in named.items():
+            mapper, manifest = artifact.load(study.maps / directory)
+            artifact.check(manifest, reader, study.target)
+            maps_of[name] = reader, mapper
+    conditions = {name: judge.mapped(*pair, study.cut()) for name, pair in maps_of.items()}
     for name, control in judge.controls(study.source, study.target, found[best][0], study.cut()).items():
         if isinstance(control, str):
             report.row("left out", condition=name, reason=control)
@@ -185,7 +188,7 @@ def run(
     cosines = judge.similarity(study.target, conditions, study.texts(config.texts.reporting))
     _conditions(report, results, cosines)
     if config.choice.items:
-        _choice(study, conditions)
+        _choice(study, maps_of)
     _sanity(report, results)
     report.facts["total_s"] = time.perf_counter() - began
     return report, {"sweep": report.tables.get("k", []), "results": results}
@@ -239,41 +242,36 @@ def _conditions(
     for name, answers in results.items():
         row: dict[str, Any] = {"condition": name}
         for column in ("nats", "kl", "top1"):
-            value, low, high = bootstrap({"x": getattr(answers, column)}, lambda m: m["x"])
-            row |= {column: value, f"{column} 95 %": f"{low:.3f} .. {high:.3f}"}
+            row |= _interval(column, *bootstrap({"x": getattr(answers, column)}, lambda m: m["x"]))
         if name in cosines:
             row |= {"cosine": cosines[name][0], "worst layer": cosines[name][1]}
-        if answers.free is not None and answers.same is not None:
+        if answers.free is not None and answers.same is not None and np.isfinite(answers.free).all():
             row |= {"free kl": float(np.mean(answers.free)), "free same": float(np.mean(answers.same))}
         for column, ratio in (("recovery", judge.recovery), ("gap closed", judge.gap_closed)):
-            if name != "source alone" or column == "recovery":
-                value, low, high = ratio(results, name)
-                row |= {column: value, f"{column} 95 %": f"{low:.3f} .. {high:.3f}"}
-        report.row(
-            "conditions", **{k: "" if isinstance(v, float) and np.isnan(v) else v for k, v in row.items()}
-        )
+            row |= _interval(column, *ratio(results, name))
+        report.row("conditions", **row)
 
 
-def _choice(study: Study, conditions: Mapping[str, judge.Condition]) -> None:
+def _interval(name: str, value: float, low: float, high: float) -> dict[str, Any]:
+    """Two cells of a table; empty where the figure is undefined."""
+    if not np.isfinite((value, low, high)).all():
+        return {name: "", f"{name} 95 %": ""}
+    return {name: value, f"{name} 95 %": f"{low:.3f} .. {high:.3f}"}
+
+
+def _choice(study: Study, maps: Mapping[str, tuple[LM, Mapper]]) -> None:
     table = study.config.choice
     cut = Cut(table.prefix, table.suffix, study.config.texts.tail)
     texts = documents.read(study.corpus / study.config.texts.reporting)
     tokens, _ = spread(texts, study.target, cut.length, table.items)
     short = {"no context": judge.Condition((), lambda _, tokens: None)}
-    for name, condition in conditions.items():
-        if (
-            isinstance(condition.arrays, tuple)
-            and len(condition.arrays) == 2
-            and name not in ("another text's cache",)
-        ):
-            short[name] = judge.mapped(study.source, condition.arrays[1], cut)
+    short |= {name: judge.mapped(*pair, cut) for name, pair in maps.items()}
+    # Four candidates stand side by side in a batch, so another text is four rows away.
+    short["another text's cache"] = judge.mapped(*maps["closed form"], cut, shift=4)
     right = judge.choice(study.source, study.target, short, tokens, cut)
     for name, values in right.items():
-        value, low, high = bootstrap({"x": values}, lambda m: m["x"])
-        row: dict[str, Any] = {"condition": name, "right": value, "right 95 %": f"{low:.3f} .. {high:.3f}"}
-        value, low, high = judge.quality(right, name)
-        row |= {"quality": value, "quality 95 %": f"{low:.3f} .. {high:.3f}"}
-        study.report.row("choice", **row)
+        row = {"condition": name, **_interval("right", *bootstrap({"x": values}, lambda m: m["x"]))}
+        study.report.row("choice", **row, **_interval("quality", *judge.quality(right, name)))
     native, nothing = float(right["native"].mean()), float(right["no context"].mean())
     study.report.bar("choice is valid: native", native, ">=", 0.6)
     study.report.bar("choice is valid: |no context - chance|", abs(nothing - 0.25), "<=", 0.05)
