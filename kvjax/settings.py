@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,20 +33,30 @@ def parse(kind: type[T], data: Any, where: str, error: type[ValueError] = ValueE
     Raises:
       error: unknown, missing or mistyped keys, or what the dataclass itself refuses.
     """
-    if not isinstance(data, dict):
-        raise error(f"{where}: must be a table, got {data!r}")
+    _known(kind, data, where, error)
     hooks: dict[type[Any], Any] = {float: _number, int: _no_bool}
     try:
         return dacite.from_dict(kind, data, dacite.Config(strict=True, cast=[tuple], type_hooks=hooks))
-    except dacite.UnexpectedDataError as fault:
-        known = ", ".join(f.name for f in dataclasses.fields(kind))  # type: ignore[arg-type]
-        raise error(f"{where}: unknown {', '.join(sorted(fault.keys))}; known: {known}") from None
     except (
         dacite.DaciteError,
         ValueError,
         TypeError,
     ) as fault:  # also of the fields' own checks, or of a cast
         raise error(f"{where}: {fault}") from None
+
+
+def _known(kind: Any, data: Any, where: str, error: type[ValueError]) -> None:
+    """Refuse unknown keys here, table by table, so that the message can say which table has which keys."""
+    if not isinstance(data, dict):
+        raise error(f"{where}: must be a table, got {data!r}")
+    fields = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - fields)
+    if unknown:
+        names = ", ".join(field.name for field in dataclasses.fields(kind))
+        raise error(f"{where}: unknown {', '.join(unknown)}; known: {names}")
+    for name, inner in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(inner) and name in data:
+            _known(inner, data[name], f"{where}: {name}", error)
 
 
 def _number(value: Any) -> Any:
