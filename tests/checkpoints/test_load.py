@@ -192,7 +192,12 @@ def test_what_a_source_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         locate("org/name", revision="main")
 
 
-def test_progress_goes_to_stderr_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_stderr_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        logging.getLogger("kvjax"), "handlers", []
+    )  # the command line's, if a test ran it before
     directory = write(tmp_path, hf_config(), tensors(hf_config()))
     load(directory)
     assert capsys.readouterr().err == ""
