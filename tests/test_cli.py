@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -474,3 +476,35 @@ def test_models_are_served_by_file(smollm2):
         "-q", "generate", str(smollm2), "What is the capital of France?", "-n", "12", "--no-compile-cache"
     )
     assert "Paris" in result.stdout
+
+
+def test_a_pair_is_fitted_and_handed_off(tmp_path: Path) -> None:
+    """`kvjax fit` then `kvjax handoff`, exact and not: the map of a model to itself answers as the model does."""
+    rng = random.Random(0)
+    for name, count in (("texts", 16), ("held", 4)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i:02}.txt").write_text("".join(rng.choices(string.printable[:94], k=160)))
+    target, out = str(MODEL), tmp_path / "map"
+    arguments = ["fit", target, target, "--data", str(tmp_path / "texts"), "--held-out", str(tmp_path / "held"),
+                 "--out", str(out), "-k", "1", "--layers", "matching", "--length", "40", "--sequences", "16",
+                 "--ridge", "1e-6", "--separate", "--json"]  # fmt: skip
+    report = json.loads(run(*arguments).stdout)
+    assert report["facts"]["rows"] == 16 * 40 and report["facts"]["r2_key"] > 0.99
+    again = run(*arguments)
+    assert again.exit_code == 2 and "nothing is overwritten" in again.stderr
+    plain = json.loads(run("generate", target, "abcdefgh hello", "-n", "6", "--no-chat", "--json").stdout)
+    for more in ([], ["--exact"]):
+        done = run(
+            "handoff", target, str(out), target, "abcdefgh hello", "-n", "6", "--tail", "2", "--json", *more
+        )
+        answer = json.loads(done.stdout)
+        assert answer["tokens"] == plain["tokens"], done.stderr
+        assert ("course" in answer) is bool(more)
+    swapped = run("handoff", target, str(out), target, "x", "--revision", "main")
+    assert swapped.exit_code == 2 and "--revision speaks of one hub id" in swapped.stderr
+    for part in ("manifest.json", "weights.safetensors", "SHA256SUMS"):
+        assert (out / part).is_file()
+    (out / "manifest.json").write_text("{}")
+    broken = run("handoff", target, str(out), target, "x")
+    assert broken.exit_code == 2 and "manifest.json: damaged" in broken.stderr

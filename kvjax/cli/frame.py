@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,30 +81,73 @@ class Numbers(click.ParamType):
             self.fail(f"{value!r} is not a list of numbers, for example 2,4,8", param, ctx)
 
 
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """What `loading_options` were given."""
+
+    dtype: str | None
+    mesh: tuple[int, int] | None
+    revision: str | None
+
+    def model(self, source: str, *, revision: bool = True) -> LM:
+        """A loaded model, laid out on a mesh of the given shape. revision: the option speaks of this model."""
+        from kvjax.checkpoints.load import load
+        from kvjax.sharding import make_mesh
+
+        mesh = None if self.mesh is None else make_mesh(*self.mesh)
+        return load(source, dtype=self.dtype, mesh=mesh, revision=self.revision if revision else None)
+
+
 def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that loads a model."""
-    for option in reversed(
-        [
+    """The options of every command that loads a model, given to it as `loading`; and those of `caching_options`."""
+
+    @functools.wraps(command)
+    def bundled(*args: Any, dtype: Any, mesh: Any, revision: Any, **options: Any) -> Any:
+        return command(*args, loading=Loading(dtype, mesh, revision), **options)
+
+    return caching_options(
+        _with(
+            bundled,
             click.option("--dtype", type=click.Choice(DTYPES), help="[default: float32 on CPU, else the checkpoint's]"),
             click.option("--mesh", type=MeshShape(), help="Devices, for example 1x4. [default: one device]"),
             click.option("--revision", help="Commit, tag or branch of a hub id."),
-        ]
-    ):  # fmt: skip
-        command = option(command)
-    return caching_options(command)
+        )
+    )  # fmt: skip
 
 
 def caching_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that compiles."""
-    for option in reversed(
-        [
-            click.option("--compile-cache", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-                         help="Where compiled programs are kept. [default: ~/.cache/kvjax/compile]"),
-            click.option("--no-compile-cache", is_flag=True, help="Keep no compiled programs."),
-        ]
-    ):  # fmt: skip
+    """The options of every command that compiles, obeyed before it runs."""
+
+    @functools.wraps(command)
+    def cached(*args: Any, compile_cache: Path | None, no_compile_cache: bool, **options: Any) -> Any:
+        _keep_programs(compile_cache, no_compile_cache)
+        return command(*args, **options)
+
+    return _with(
+        cached,
+        click.option("--compile-cache", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+                     help="Where compiled programs are kept. [default: ~/.cache/kvjax/compile]"),
+        click.option("--no-compile-cache", is_flag=True, help="Keep no compiled programs."),
+    )  # fmt: skip
+
+
+def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
         command = option(command)
     return command
+
+
+def prompt_or_stdin(prompt: str | None) -> str:
+    """The prompt given, or what stands on stdin.
+
+    Raises:
+      click.UsageError: there is neither.
+    """
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin is None or sys.stdin.isatty():
+        raise click.UsageError("give a PROMPT, or pipe one into stdin")
+    return sys.stdin.read().removesuffix("\n")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -118,7 +164,7 @@ def main(debug: bool, quiet: bool) -> None:
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
-def keep_programs(directory: Path | None, disabled: bool) -> None:
+def _keep_programs(directory: Path | None, disabled: bool) -> None:
     """Turn JAX's persistent compilation cache on, or off when asked to."""
     if disabled and directory is not None:
         raise click.UsageError("--compile-cache and --no-compile-cache contradict each other")
@@ -128,13 +174,3 @@ def keep_programs(directory: Path | None, disabled: bool) -> None:
         no_compile_cache()
     else:
         compile_cache(directory)
-
-
-def load_model(
-    source: str, *, dtype: str | None, mesh: tuple[int, int] | None, revision: str | None = None
-) -> LM:
-    """A loaded model, laid out on a mesh of the given shape."""
-    from kvjax.checkpoints.load import load
-    from kvjax.sharding import make_mesh
-
-    return load(source, dtype=dtype, mesh=None if mesh is None else make_mesh(*mesh), revision=revision)

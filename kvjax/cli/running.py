@@ -16,14 +16,14 @@ import click
 
 from kvjax.cli.frame import (
     DTYPES,
+    Loading,
     MeshShape,
     Numbers,
     caching_options,
-    keep_programs,
-    load_model,
     loading_options,
     log,
     main,
+    prompt_or_stdin,
 )
 
 
@@ -101,34 +101,25 @@ def generate(
     width: int | None,
     stream: bool | None,
     as_json: bool,
-    dtype: str | None,
-    mesh: tuple[int, int] | None,
-    revision: str | None,
-    compile_cache: Path | None,
-    no_compile_cache: bool,
+    loading: Loading,
     **sampling: Any,
 ) -> None:
     """Answer PROMPT, or what stands on stdin, with MODEL."""
-    if prompt is None or prompt == "-":
-        if sys.stdin is None or sys.stdin.isatty():
-            raise click.UsageError("give a PROMPT, or pipe one into stdin")
-        prompt = sys.stdin.read().removesuffix("\n")
+    prompt = prompt_or_stdin(prompt)
     if as_json and stream:
         raise click.UsageError("--json prints one object at the end; it does not go with --stream")
     if sampling["logprobs"] and not as_json:
         raise click.UsageError("--logprobs needs --json")
-    keep_programs(compile_cache, no_compile_cache)
-
     import serve
 
-    lm = load_model(model, dtype=dtype, mesh=mesh, revision=revision)
+    lm = loading.model(model)
     if chat is None:
         chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
         log.info(
             "prompt %s", "wrapped in the chat template (--no-chat: as it is)" if chat else "given as it is"
         )
     request = [[{"role": "user", "content": prompt}] if chat else prompt]
-    source, width = draft_source(draft, width, dtype, mesh)
+    source, width = draft_source(draft, width, loading)
     options = {**sampling, "thinking": thinking, "draft": source, "width": width}
 
     if stream is None:
@@ -160,10 +151,8 @@ def generate(
 @click.option("--tokens", default=64, help="Tokens of each answer.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @caching_options
-def demo(tokens: int, as_json: bool, compile_cache: Path | None, no_compile_cache: bool) -> None:
+def demo(tokens: int, as_json: bool) -> None:
     """Show what kvjax does, on the small models that ship with it."""
-    keep_programs(compile_cache, no_compile_cache)
-
     from kvjax.checkpoints.load import load
     from serve.demo import demo as show
 
@@ -212,11 +201,7 @@ def plan(model: str, target: str, ledger: bool, revision: str | None, as_json: b
 def check(
     models: tuple[str, ...],
     as_json: bool,
-    dtype: str | None,
-    mesh: tuple[int, int] | None,
-    revision: str | None,
-    compile_cache: Path | None,
-    no_compile_cache: bool,
+    loading: Loading,
     **options: Any,
 ) -> None:
     """Prove on each MODEL that drafting changes nothing.
@@ -225,8 +210,6 @@ def check(
     drafts, rows and slots. (c) Between programs every difference is a near-tie of the model, printed with its gap.
     Exits 1 if any claim fails.
     """
-    keep_programs(compile_cache, no_compile_cache)
-
     import jax
 
     from kvjax.check import Report
@@ -234,7 +217,7 @@ def check(
 
     found = []
     for model in models:  # one at a time: only one has its weights and programs (0.3 GB) in memory
-        lm = load_model(model, dtype=dtype, mesh=mesh, revision=revision)
+        lm = loading.model(model)
         found.append(prove(lm, progress=sys.stderr.isatty() and log.isEnabledFor(logging.INFO), **options))
         del lm
         jax.clear_caches()
@@ -268,9 +251,7 @@ def bench(name: str | None, arguments: tuple[str, ...]) -> None:
     raise SystemExit(subprocess.run([sys.executable, str(scripts[name]), *arguments], check=False).returncode)
 
 
-def draft_source(
-    draft: str, width: int | None, dtype: str | None, mesh: tuple[int, int] | None
-) -> tuple[Any, int | None]:
+def draft_source(draft: str, width: int | None, loading: Loading) -> tuple[Any, int | None]:
     """What `serve.generate` takes as `draft` and `width`."""
     if draft == "none":
         return None, width
@@ -278,7 +259,7 @@ def draft_source(
         from kvjax.decode.ngram import Ngram
 
         return Ngram(width=8 if width is None else width), None
-    return load_model(draft, dtype=dtype, mesh=mesh), width
+    return loading.model(draft, revision=False), width
 
 
 def note(answer: Any, seconds: float, more: str = "") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvjax.cli.frame import caching_options, keep_programs, log, main
+from kvjax.cli.frame import caching_options, log, main
 
 
 @main.command()
@@ -40,12 +40,8 @@ def train(
     out: Path,
     minutes: float | None,
     as_json: bool,
-    compile_cache: Path | None,
-    no_compile_cache: bool,
 ) -> None:
     """Train what each TOML file CONFIG describes, or go on with it, and export the model when it is done."""
-    keep_programs(compile_cache, no_compile_cache)
-
     try:
         from train.config import read
         from train.run import run

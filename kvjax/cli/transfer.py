@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvjax.cli.frame import caching_options, keep_programs, load_model, loading_options, log, main
+from kvjax.cli.frame import Loading, caching_options, loading_options, log, main, prompt_or_stdin
+
+if TYPE_CHECKING:
+    from kvjax.lm import LM
 
 
 @main.command()
@@ -70,22 +72,16 @@ def fit(
     keep: Path | None,
     map_dtype: str,
     as_json: bool,
-    dtype: str | None,
-    mesh: tuple[int, int] | None,
-    revision: str | None,
-    compile_cache: Path | None,
-    no_compile_cache: bool,
+    loading: Loading,
     **options: Any,
 ) -> None:
     """Fit a map from SOURCE's cache to TARGET's, in closed form, in one pass over text."""
-    keep_programs(compile_cache, no_compile_cache)
-
     from kvjax import documents
     from kvjax.transfer.pairs import FitOptions, fit_pair
 
     how = FitOptions(joint=not separate, dtype=map_dtype, **options)
     texts, held = documents.read(data), documents.read(held_out)
-    first, second = (load_model(name, dtype=dtype, mesh=mesh, revision=revision) for name in (source, target))
+    first, second = _both(loading, source, target)
     report = fit_pair(first, second, texts, held, out, how, data=data.name, keep=keep)
     click.echo(report.as_json() if as_json else report.as_text())
 
@@ -121,27 +117,16 @@ def handoff(
     temperature: float,
     seed: int,
     as_json: bool,
-    dtype: str | None,
-    mesh: tuple[int, int] | None,
-    revision: str | None,
-    compile_cache: Path | None,
-    no_compile_cache: bool,
+    loading: Loading,
 ) -> None:
     """Let SOURCE read PROMPT (or stdin), and TARGET answer from the cache that MAP makes of it."""
-    if prompt is None or prompt == "-":
-        if sys.stdin is None or sys.stdin.isatty():
-            raise click.UsageError("give a PROMPT, or pipe one into stdin")
-        prompt = sys.stdin.read().removesuffix("\n")
-    keep_programs(compile_cache, no_compile_cache)
-
+    prompt = prompt_or_stdin(prompt)
     from kvjax.transfer.repair import Repair
     from serve.exact import Exact
     from serve.handoff import Transfer
     from serve.handoff import handoff as hand
 
-    reader, speaker = (
-        load_model(name, dtype=dtype, mesh=mesh, revision=revision) for name in (source, target)
-    )
+    reader, speaker = _both(loading, source, target)
     transfer = Transfer.load(map_, reader, speaker)
     repair = Repair(tail, head, first_layers)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -189,12 +174,8 @@ def judge_transfer(
     keep: Path | None,
     plots: Path | None,
     as_json: bool,
-    compile_cache: Path | None,
-    no_compile_cache: bool,
 ) -> None:
     """Judge the maps of PAIR.toml beside every control. Exits 1 when a bar is missed."""
-    keep_programs(compile_cache, no_compile_cache)
-
     from kvjax.transfer import study
 
     def tell(name: str) -> None:
@@ -208,3 +189,9 @@ def judge_transfer(
     click.echo(report.as_json() if as_json else report.as_text())
     if not report.ok:
         raise click.exceptions.Exit(1)
+
+
+def _both(loading: Loading, source: str, target: str) -> tuple[LM, LM]:
+    if loading.revision is not None:
+        raise click.UsageError("--revision speaks of one hub id, and here are two models; give directories")
+    return loading.model(source), loading.model(target)
