@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from kvjax.rope import rotate
+
 
 def kv_map(
     sources: Sequence[jax.Array],
@@ -42,9 +44,3 @@ def kv_map(
     x = jnp.stack(picked, 1)  # [B, J, k, rows, h]
     out = jnp.einsum("bjkth,mnjkh->bmtn", x, weight, preferred_element_type=jnp.float32) + bias[:, None]
     return out if turn is None else rotate(out, turn[:, None, :, 0], turn[:, None, :, 1])
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [..., h] turned by angles [..., h/2], half-split."""
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
