@@ -154,17 +154,22 @@ def judge(
     parts = [jnp.asarray(texts.tokens[i : i + batch]) for i in range(0, count, batch)]
     truths = [native(target.model, target.params, tokens, cut)[0] for tokens in parts]
     compare = jax.jit(agreement)
+    limit = target.tokenizer.vocab if target.tokenizer else None
+    said = [
+        rollout(target.model, target.params, None, tokens, cut, steps, limit)[0] if steps else None
+        for tokens in parts
+    ]
     results = {}
     for name in ("native", "source alone", *conditions):
         progress(name)
         found: list[list[np.ndarray]] = []
-        for tokens, truth in zip(parts, truths, strict=True):
+        for tokens, truth, theirs in zip(parts, truths, said, strict=True):
             logits = answer(source, target, name, conditions, tokens, cut)
             columns = [
                 np.asarray(x, np.float64).mean(1) for x in compare(logits, truth, tokens[:, cut.prefix :])
             ]
-            if steps and name in conditions:
-                columns += _free(target, conditions[name], tokens, cut, steps)
+            if theirs is not None and name in conditions:
+                columns += _free(target, conditions[name], tokens, theirs, cut, limit)
             found.append(columns)
         results[name] = Answers(*(np.concatenate(c) for c in zip(*found, strict=True)))
     return results
@@ -193,15 +198,19 @@ def _given(
     return behind(model, params, give(arrays, tokens), tokens, cut)
 
 
-def _free(target: LM, condition: Condition, tokens: jax.Array, cut: Cut, steps: int) -> list[np.ndarray]:
-    """[KL over the condition's own continuation, share of tokens that equal the native continuation], each [B]."""
+def _free(
+    target: LM, condition: Condition, tokens: jax.Array, theirs: jax.Array, cut: Cut, limit: int | None
+) -> list[np.ndarray]:
+    """[KL over the condition's own continuation, share of tokens that equal the native continuation], each [B].
+
+    theirs: the native continuation, [B, R] int32.
+    """
     rows = jax.jit(condition.give)(condition.arrays, tokens)
     if rows is None:  # nothing stands before the tail, and a cache cannot say so
         nothing = np.full(len(tokens), np.nan)
         return [nothing, nothing]
-    limit = target.tokenizer.vocab if target.tokenizer else None
+    steps = theirs.shape[1]
     chosen, logits = rollout(target.model, target.params, rows, tokens, cut, steps, limit)
-    theirs, _ = rollout(target.model, target.params, None, tokens, cut, steps, limit)
     whole = jnp.concatenate([tokens[:, : cut.prefix], chosen], 1)
     truth, _ = native(target.model, target.params, whole, Cut(cut.prefix, steps, cut.tail))
     kl = agreement(logits, truth, chosen).kl
