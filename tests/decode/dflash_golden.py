@@ -12,7 +12,9 @@ from safetensors.numpy import load_file
 
 import kvjax
 from kvjax.checkpoints.drafters import load_drafter
+from kvjax.decode.drafts import drafter_params
 from kvjax.lm import LM, Drafter
+from kvjax.models.drafter import DrafterParams
 
 ROOT = Path(__file__).parents[1] / "golden"
 PUBLIC = ("dflash-a", "dflash-b", "dflash-c")  # by the public reference implementation
@@ -78,3 +80,8 @@ def prompts(name: str) -> list[Prompt]:
             rounds.append(Round(int(part("start")), *map(part, names)))
         found.append(Prompt(entry["ids"], entry["output"], entry["committed_per_round"], rounds))
     return found
+
+
+def bound(name: str) -> DrafterParams:
+    """The arrays that golden drafter runs on."""
+    return drafter_params(drafter(name), target(name))
