@@ -54,6 +54,20 @@ def test_generate(lm, path, flags, width) -> None:
     assert report["tokens"] == list(plain[0].tokens)
 
 
+def test_stop_strings_end_a_text_inside_a_block(lm, path) -> None:
+    """A ragged batch, drafted by a random drafter: the texts of plain decoding, cut there."""
+    drafter, prompts = kvjax.load_drafter(path, lm), ["in the", "the order of the"]
+    plain = serve.generate(lm, prompts, draft=Junk(width=4, vocab=320), max_new_tokens=16)
+    stop = [[g.text[5:7]] for g in plain]
+    found = serve.generate(lm, prompts, draft=drafter, max_new_tokens=16, stop=stop)
+    again = serve.generate(lm, prompts, draft=Junk(width=4, vocab=320), max_new_tokens=16, stop=stop)
+    assert [(g.text, g.tokens, g.finish_reason) for g in found] == [
+        (g.text, g.tokens, g.finish_reason) for g in again
+    ]
+    for got, whole, (s,) in zip(found, plain, stop):
+        assert got.text == whole.text[: whole.text.index(s)] and got.finish_reason == "stop"
+
+
 def test_check(path) -> None:
     """Its rows are in the table of claim (b) at the widths its blocks have, and nothing differs."""
     options = ["--prompts", "2", "--tokens", "6", "--samples", "16", "--widths", "4,5", "--json"]

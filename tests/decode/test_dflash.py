@@ -302,9 +302,10 @@ def test_another_targets_drafter_is_refused() -> None:
         serve.generate(shallow, [[1, 2]], draft=drafter)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 def test_on_a_mesh(shape: tuple[int, int]) -> None:
-    """Rows over `data`, heads and vocabulary over `model`: the same greedy answers, and about the same acceptance."""
+    """Rows over `data`, heads (with four devices each KV head twice) and vocabulary over `model`: the same answers
+    at the same cost, for this model is never near a tie."""
     mesh = kvjax.make_mesh(*shape)
     lm = kvjax.load(golden.ROOT / C / "target", mesh=mesh)
     drafter = kvjax.load_drafter(golden.ROOT / C / "drafter", lm)
@@ -317,8 +318,7 @@ def test_on_a_mesh(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="loaded on different meshes"):
         serve.generate(lm, ids, draft=golden.drafter(C))
     saved = dict(zip(drafter.model.names, drafter.params))
-    if shape[1] > 1:
-        assert saved["layers.0.attn.qkv_proj"].sharding.spec[0] == "model"
+    assert saved["layers.0.attn.qkv_proj"].sharding.spec[0] == "model"
 
 
 # --- the law of what is emitted ---------------------------------------------------------------------------------------
