@@ -324,7 +324,8 @@ def test_on_a_mesh(shape: tuple[int, int]) -> None:
 # --- the law of what is emitted ---------------------------------------------------------------------------------------
 
 
-K, PROMPT, MANY = 8, [9, 21, 11], 4000
+# An even length: the two tokens then share their noise under the first planted bug.
+K, PROMPT, MANY = 8, [9, 21, 11, 5], 4000
 
 
 @functools.cache
@@ -332,9 +333,9 @@ def law() -> tuple[np.ndarray, np.ndarray]:
     """dflash-a's own law of two tokens behind PROMPT under top-k, [V, V] float64, and where it is not zero."""
     lm = golden.target("dflash-a")
     logits = tinylm.one_shot(lm, np.array([[*PROMPT, t] for t in range(24)]))
-    first = filtered_probabilities(logits[0, 2], temperature=1.0, top_k=K)
+    first = filtered_probabilities(logits[0, 3], temperature=1.0, top_k=K)
     joint = first[:, None] * np.stack(
-        [filtered_probabilities(logits[t, 3], temperature=1.0, top_k=K) for t in range(24)]
+        [filtered_probabilities(logits[t, 4], temperature=1.0, top_k=K) for t in range(24)]
     )
     return joint, np.argwhere(joint > 0)
 
@@ -343,12 +344,12 @@ def pairs(seeds: int) -> tuple[np.ndarray, float]:
     """Counts [V, V] of two sampled tokens, one answer a seed, and the share of them that were drafts."""
     lm, source = golden.target("dflash-a"), DFlash(golden.drafter("dflash-a").model, W)
     tokens = np.zeros((MANY, 16), np.int32)
-    tokens[:, :3] = PROMPT
+    tokens[:, :4] = PROMPT
 
     @jax.jit
     def answer(params, draft_params, how):
         return loop.generate(
-            lm.model, params, tokens, np.full(MANY, 3, np.int32), KEY, sampling=how, source=source,
+            lm.model, params, tokens, np.full(MANY, 4, np.int32), KEY, sampling=how, source=source,
             draft_params=draft_params, program=SamplerProgram(greedy=False, edges=True), chunk=4,
         )  # fmt: skip
 
@@ -356,7 +357,7 @@ def pairs(seeds: int) -> tuple[np.ndarray, float]:
     for first in range(0, seeds, MANY):
         how = Sampling.create(MANY, temperature=1.0, top_k=K, seed=np.arange(first, first + MANY), max_new=2)
         out = answer(lm.params, golden.bound("dflash-a"), how)
-        np.add.at(counts, tuple(np.asarray(out.tokens)[:, 3:5].T), 1)
+        np.add.at(counts, tuple(np.asarray(out.tokens)[:, 4:6].T), 1)
         accepted += int(np.asarray(out.accepted).sum())
     return counts, accepted / (2 * seeds)
 
