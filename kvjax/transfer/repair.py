@@ -63,7 +63,9 @@ def map_chunk(
     rows = map_rows(mapper, source, pos, pos)
     cache = state.cache
     if repair.layers:
-        out = model.forward(params, ids, pos, cache, MaskSpec(), logits=False, at=first, depth=repair.layers)
+        out = model.forward(
+            params, ids, pos, cache, MaskSpec(), logits=False, at=first, span=(0, repair.layers)
+        )
         assert out.cache is not None
         cache = out.cache
         rows = (*out.rows, *rows[repair.layers :])
