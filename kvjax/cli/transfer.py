@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--separate", is_flag=True, help="Keys read keys and values read values; otherwise both read both."
 )
+@click.option("--hidden", type=int, help="Also fit what enters this target layer, for handoff --group.")
 @click.option("--length", default=512, help="Tokens of a calibration text.")
 @click.option("--sequences", default=200, help="Calibration texts.")
 @click.option("--every", default=1, help="Take one token in so many.")
@@ -96,6 +97,9 @@ def fit(
 @click.option("--head", default=0, help="First prompt tokens the target reads itself.")
 @click.option("--first-layers", default=0, help="First layers the target computes itself, for all tokens.")
 @click.option(
+    "--group", default=0, help="Layers it computes from the hidden state the map gives (fit --hidden)."
+)
+@click.option(
     "--exact",
     is_flag=True,
     help="The target reads everything too, and takes back what it disagrees with.",
@@ -113,6 +117,7 @@ def handoff(
     tail: int,
     head: int,
     first_layers: int,
+    group: int,
     exact: bool,
     temperature: float,
     seed: int,
@@ -128,7 +133,7 @@ def handoff(
 
     reader, speaker = _both(loading, source, target)
     transfer = Transfer.load(map_, reader, speaker)
-    repair = Repair(tail, head, first_layers)
+    repair = Repair(tail, head, first_layers, group)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     course = None
     if exact:
@@ -144,6 +149,7 @@ def handoff(
     report |= dataclasses.asdict(result.generations[0]) | {
         "timings": result.timings,
         "program": result.program,
+        "warnings": result.warnings,
     }
     if course is not None:
         report["course"] = dataclasses.asdict(course)

@@ -175,7 +175,7 @@ class Decoder(nnx.Module):
         rows, put, tapped = [], [], {}
         for i, _, x, new, written in self._walk(self._embed(inputs), pos, cache, mask, at, (first, end)):
             rows.append(new)
-            put.append(written)
+            put += [] if written is None else [written]
             if i in taps:
                 tapped[i] = x
         out = None
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
                 out = linear(normed, self.head, self.setting, dtype=jnp.float32)
         features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
         after = None
-        if cache is not None and put[0] is not None:
+        if cache is not None and put:
             k, v = list(cache.k), list(cache.v)
             k[first:end], v[first:end] = [w.k for w in put], [w.v for w in put]
             after = KVCache(tuple(k), tuple(v), cache.filled)

@@ -20,6 +20,7 @@ from kvjax.config import RopeConfig
 from kvjax.lm import LM
 from kvjax.transfer.calibrate import fingerprint
 from kvjax.transfer.geometry import Geometry
+from kvjax.transfer.hidden import HiddenMap
 from kvjax.transfer.mapper import LayerMap, Mapper
 
 FORMAT = 1
@@ -84,6 +85,12 @@ def save(directory: str | Path, mapper: Mapper, manifest: Manifest, *, dtype: st
         safetensors.numpy.save_file(_tensors(mapper, dtype), part / WEIGHTS)
         about = {"format": FORMAT, **dataclasses.asdict(manifest), "ridge": RIDGE, "joint": mapper.joint}
         about |= {"layers": mapper.layers, "local": mapper.maps[0].heads is not None, "dtype": dtype}
+        if (hidden := mapper.hidden) is not None:
+            about["hidden"] = {
+                "entering": hidden.entering,
+                "layers": hidden.layers,
+                "width": len(hidden.bias),
+            }
         (part / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
         sums = "".join(f"{_sha256(part / name)}  {name}\n" for name in (MANIFEST, WEIGHTS))
         (part / SUMS).write_text(sums, "utf-8")
@@ -114,11 +121,18 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
             source, target, about["method"], about["options"], about["calibration"], about["metrics"]
         )
         layers = tuple(tuple(chosen) for chosen in about["layers"])
-        joint, local = about["joint"], about["local"]
+        joint, local, hidden = about["joint"], about["local"], about.get("hidden")
     except (KeyError, TypeError) as error:
         raise ArtifactError(f"{directory / MANIFEST}: missing or unknown field {error}") from None
     tensors = safetensors.numpy.load_file(directory / WEIGHTS)
     wanted = _shapes(source.geometry, target.geometry, layers, joint, local)
+    if hidden is not None:
+        grid = (2 * len(hidden["layers"]), source.geometry.kv_heads, source.geometry.head_dim)
+        wanted |= {
+            "hidden.weight": (hidden["width"], *grid),
+            "hidden.mean": grid,
+            "hidden.bias": (hidden["width"],),
+        }
     faults = [
         f"{name}: shape {list(tensors[name].shape)}, expected {list(shape)}"
         if name in tensors
@@ -141,7 +155,13 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
                 weight = field.name in ("key", "value") and dtype is not None
                 leaves[field.name] = jnp.asarray(tensors[name], dtype if weight else None)
         maps.append(LayerMap(**leaves))  # type: ignore[arg-type]
-    return Mapper(tuple(maps), source.geometry, target.geometry, layers, joint), manifest
+    part = None
+    if hidden is not None:
+        weight, mean, bias = (jnp.asarray(tensors[f"hidden.{name}"]) for name in ("weight", "mean", "bias"))
+        part = HiddenMap(
+            weight.astype(dtype or weight.dtype), mean, bias, hidden["entering"], tuple(hidden["layers"])
+        )
+    return Mapper(tuple(maps), source.geometry, target.geometry, layers, joint, part), manifest
 
 
 def check(manifest: Manifest, source: LM, target: LM) -> None:
@@ -189,6 +209,9 @@ def _tensors(mapper: Mapper, dtype: str) -> dict[str, np.ndarray]:
             if x is not None:
                 kind = jnp.dtype(dtype) if field.name in ("key", "value") else x.dtype
                 tensors[f"layers.{i}.{field.name}"] = np.ascontiguousarray(np.asarray(x).astype(kind))
+    if (hidden := mapper.hidden) is not None:
+        tensors["hidden.weight"] = np.asarray(hidden.weight).astype(jnp.dtype(dtype))
+        tensors |= {"hidden.mean": np.asarray(hidden.mean), "hidden.bias": np.asarray(hidden.bias)}
     return tensors
 
 

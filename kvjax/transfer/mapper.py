@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax.cache import KVCache, Rows
 from kvjax.transfer.geometry import Geometry, content, rotated
+from kvjax.transfer.hidden import HiddenMap
 from kvjax.typing import Array, Float, Int
 
 
@@ -40,13 +41,14 @@ class LayerMap:
 @dataclasses.dataclass(frozen=True)
 class Mapper:
     """Source to target. layers[l] are the source layers that target layer l reads, ascending; joint: keys and values
-    both read keys and values, otherwise each its own kind."""
+    both read keys and values, otherwise each its own kind. hidden: where `Repair.group` begins, if it was fitted."""
 
     maps: tuple[LayerMap, ...]
     source: Geometry = dataclasses.field(metadata={"static": True})
     target: Geometry = dataclasses.field(metadata={"static": True})
     layers: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
     joint: bool = dataclasses.field(default=False, metadata={"static": True})
+    hidden: HiddenMap | None = None
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.target.layers or len(self.maps) != self.target.layers:
