@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.sharding import MeshError, Rules
 from kvjax.transfer.geometry import Geometry
+from kvjax.transfer.hidden import HiddenMap
 from kvjax.transfer.mapper import LayerMap, Mapper
 from kvjax.transfer.select import Selection
 
@@ -49,8 +50,10 @@ def check_heads(kv_heads: int, rules: Rules, name: str = "target") -> None:
 
 def abstract(
     source: Geometry, target: Geometry, layers: Selection, *, joint: bool, local: bool, dtype: str, rules: Rules,
+    hidden: tuple[int, int] | None = None,
 ) -> Mapper:  # fmt: skip
-    """The shapes of a map, to compile for; `layers` as in `Mapper`. Raises MeshError as `place` does."""
+    """The shapes of a map, to compile for; `layers` as in `Mapper`, hidden: (target layer, D) for a hidden state that
+    enters it, from the same source layers. Raises MeshError as `place` does."""
     check_heads(target.kv_heads, rules)
     wide = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     out = (target.kv_heads, target.head_dim)
@@ -61,7 +64,13 @@ def abstract(
         weight = jax.ShapeDtypeStruct(shape, dtype)
         heads = jax.ShapeDtypeStruct(out[:1], np.int32) if local else None
         maps.append(LayerMap(weight, weight, wide(grid), wide(grid), wide(out), wide(out), heads))  # type: ignore[arg-type]
-    mapper = Mapper(tuple(maps), source, target, layers, joint)
+    part = None
+    if hidden is not None:
+        entering, width = hidden
+        grid = (2 * len(layers[entering]), source.kv_heads, source.head_dim)
+        weight = jax.ShapeDtypeStruct((width, *grid), dtype)
+        part = HiddenMap(weight, wide(grid), wide((width,)), entering, layers[entering])  # type: ignore[arg-type]
+    mapper = Mapper(tuple(maps), source, target, layers, joint, part)
 
     def placed(path: tuple[Any, ...], leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rules.sharding(*axes(path, leaf)))
