@@ -60,7 +60,7 @@ def map_chunk(
     first = index * chunk
     ids = jax.lax.dynamic_slice_in_dim(state.tokens, first, chunk, axis=1)
     pos = jnp.broadcast_to(first + jnp.arange(chunk, dtype=jnp.int32), ids.shape)
-    rows = map_rows(mapper, source, pos, pos)
+    rows = map_rows(mapper, source, first, pos, choice=model.setting.attention)
     cache = state.cache
     if repair.layers:
         out = model.forward(params, ids, pos, cache, MaskSpec(), logits=False, at=first, depth=repair.layers)
