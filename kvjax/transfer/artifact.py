@@ -18,10 +18,10 @@ import safetensors.numpy
 
 from kvjax.config import RopeConfig
 from kvjax.lm import LM
+from kvjax.transfer import hidden
 from kvjax.transfer.calibrate import fingerprint
 from kvjax.transfer.geometry import Geometry
-from kvjax.transfer.hidden import HiddenMap
-from kvjax.transfer.mapper import LayerMap, Mapper
+from kvjax.transfer.mapper import DTYPES, LayerMap, Mapper, converted
 
 FORMAT = 1
 MANIFEST, WEIGHTS, SUMS = "manifest.json", "weights.safetensors", "SHA256SUMS"
@@ -66,7 +66,7 @@ class Manifest:
 
 
 def save(directory: str | Path, mapper: Mapper, manifest: Manifest, *, dtype: str = "float32") -> Path:
-    """Write the map, whole or not at all; weights in `dtype`, means and biases in float32.
+    """Write the map, whole or not at all; weights in `dtype` (see `kvjax.transfer.mapper.converted`), the rest float32.
 
     Raises:
       ArtifactError: `directory` exists and is not empty, an unknown dtype, a geometry that is not the models'.
@@ -74,23 +74,25 @@ def save(directory: str | Path, mapper: Mapper, manifest: Manifest, *, dtype: st
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ArtifactError(f"{directory}: exists; nothing is overwritten")
-    if dtype not in ("float32", "bfloat16"):
-        raise ArtifactError(f"dtype {dtype!r} is not one of float32, bfloat16")
+    if dtype not in DTYPES:
+        raise ArtifactError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if (mapper.source, mapper.target) != (manifest.source.geometry, manifest.target.geometry):
         raise ArtifactError("the map's geometry is not that of the models in its manifest")
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".part"))
     try:
         part.chmod(0o755)
-        safetensors.numpy.save_file(_tensors(mapper, dtype), part / WEIGHTS)
+        local = mapper.maps[0].heads is not None
+        shapes = _shapes(mapper.source, mapper.target, mapper.layers, mapper.joint, local, dtype)
+        tensors = _tensors(converted(mapper, dtype), shapes) | hidden.tensors(mapper.hidden, dtype)
+        safetensors.numpy.save_file(tensors, part / WEIGHTS)
         about = {"format": FORMAT, **dataclasses.asdict(manifest), "ridge": RIDGE, "joint": mapper.joint}
-        about |= {"layers": mapper.layers, "local": mapper.maps[0].heads is not None, "dtype": dtype}
-        if (hidden := mapper.hidden) is not None:
-            about["hidden"] = {
-                "entering": hidden.entering,
-                "layers": hidden.layers,
-                "width": len(hidden.bias),
-            }
+        about |= {
+            "layers": mapper.layers,
+            "local": local,
+            "dtype": dtype,
+            "hidden": hidden.about(mapper.hidden),
+        }
         (part / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
         sums = "".join(f"{_sha256(part / name)}  {name}\n" for name in (MANIFEST, WEIGHTS))
         (part / SUMS).write_text(sums, "utf-8")
@@ -105,7 +107,7 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
     """Read a map; every byte is checked against SHA256SUMS.
 
     Args:
-      dtype: of the weights in memory; None keeps the file's.
+      dtype: of the weights in memory (`kvjax.transfer.mapper.converted`); None keeps the file's.
 
     Raises:
       ArtifactError: a file or field that is missing, damaged or of an unknown format.
@@ -121,18 +123,12 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
             source, target, about["method"], about["options"], about["calibration"], about["metrics"]
         )
         layers = tuple(tuple(chosen) for chosen in about["layers"])
-        joint, local, hidden = about["joint"], about["local"], about.get("hidden")
+        joint, local, stored, state = about["joint"], about["local"], about["dtype"], about.get("hidden")
     except (KeyError, TypeError) as error:
         raise ArtifactError(f"{directory / MANIFEST}: missing or unknown field {error}") from None
     tensors = safetensors.numpy.load_file(directory / WEIGHTS)
-    wanted = _shapes(source.geometry, target.geometry, layers, joint, local)
-    if hidden is not None:
-        grid = (2 * len(hidden["layers"]), source.geometry.kv_heads, source.geometry.head_dim)
-        wanted |= {
-            "hidden.weight": (hidden["width"], *grid),
-            "hidden.mean": grid,
-            "hidden.bias": (hidden["width"],),
-        }
+    wanted = _shapes(source.geometry, target.geometry, layers, joint, local, stored)
+    wanted |= hidden.shapes(state, source.geometry)
     faults = [
         f"{name}: shape {list(tensors[name].shape)}, expected {list(shape)}"
         if name in tensors
@@ -148,20 +144,16 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
         raise ArtifactError(f"{directory / WEIGHTS}: {'; '.join(faults)}")
     maps = []
     for i in range(target.geometry.layers):
-        leaves: dict[str, jax.Array | None] = {"heads": None}
+        leaves: dict[str, jax.Array] = {}
         for field in dataclasses.fields(LayerMap):
-            name = f"layers.{i}.{field.name}"
-            if name in tensors:
-                weight = field.name in ("key", "value") and dtype is not None
-                leaves[field.name] = jnp.asarray(tensors[name], dtype if weight else None)
-        maps.append(LayerMap(**leaves))  # type: ignore[arg-type]
-    part = None
-    if hidden is not None:
-        weight, mean, bias = (jnp.asarray(tensors[f"hidden.{name}"]) for name in ("weight", "mean", "bias"))
-        part = HiddenMap(
-            weight.astype(dtype or weight.dtype), mean, bias, hidden["entering"], tuple(hidden["layers"])
-        )
-    return Mapper(tuple(maps), source.geometry, target.geometry, layers, joint, part), manifest
+            x = tensors.get(f"layers.{i}.{field.name}")
+            if x is not None:
+                flat = field.name in ("key", "value")
+                leaves[field.name] = jnp.asarray(x.reshape(*x.shape[:2], -1) if flat else x)
+        maps.append(LayerMap(**leaves))
+    part = hidden.read(state, tensors, dtype)
+    mapper = Mapper(tuple(maps), source.geometry, target.geometry, layers, joint, part)
+    return mapper if dtype is None else converted(mapper, dtype), manifest
 
 
 def check(manifest: Manifest, source: LM, target: LM) -> None:
@@ -201,23 +193,20 @@ def _differences(stored: Party, given: Party) -> list[str]:
     return faults
 
 
-def _tensors(mapper: Mapper, dtype: str) -> dict[str, np.ndarray]:
+def _tensors(mapper: Mapper, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     tensors = {}
     for i, part in enumerate(mapper.maps):
         for field in dataclasses.fields(LayerMap):
-            x = getattr(part, field.name)
+            x, name = getattr(part, field.name), f"layers.{i}.{field.name}"
             if x is not None:
-                kind = jnp.dtype(dtype) if field.name in ("key", "value") else x.dtype
-                tensors[f"layers.{i}.{field.name}"] = np.ascontiguousarray(np.asarray(x).astype(kind))
-    if (hidden := mapper.hidden) is not None:
-        tensors["hidden.weight"] = np.asarray(hidden.weight).astype(jnp.dtype(dtype))
-        tensors |= {"hidden.mean": np.asarray(hidden.mean), "hidden.bias": np.asarray(hidden.bias)}
+                tensors[name] = np.ascontiguousarray(np.asarray(x).reshape(shapes[name]))
     return tensors
 
 
 def _shapes(
-    source: Geometry, target: Geometry, layers: tuple[tuple[int, ...], ...], joint: bool, local: bool
-) -> dict[str, tuple[int, ...]]:
+    source: Geometry, target: Geometry, layers: tuple[tuple[int, ...], ...], joint: bool, local: bool, dtype: str
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """Of every tensor in the file; weights stand there with their inputs' axes apart."""
     shapes: dict[str, tuple[int, ...]] = {}
     out = (target.kv_heads, target.head_dim)
     for i, chosen in enumerate(layers):
@@ -231,6 +220,8 @@ def _shapes(
             "value_mean": grid,
         }
         named |= {"key_bias": out, "value_bias": out}
+        if dtype == "int8":
+            named |= {"key_scale": out, "value_scale": out}
         if local:
             named["heads"] = (target.kv_heads,)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in named.items()}

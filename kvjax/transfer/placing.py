@@ -60,7 +60,7 @@ def abstract(
     maps = []
     for chosen in layers:
         grid = (len(chosen) * (2 if joint else 1), source.kv_heads, source.head_dim)
-        shape = (*out, grid[0], grid[2]) if local else (*out, *grid)
+        shape = (*out, grid[0] * grid[2] * (1 if local else grid[1]))
         weight = jax.ShapeDtypeStruct(shape, dtype)
         heads = jax.ShapeDtypeStruct(out[:1], np.int32) if local else None
         maps.append(LayerMap(weight, weight, wide(grid), wide(grid), wide(out), wide(out), heads))  # type: ignore[arg-type]

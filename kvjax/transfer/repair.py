@@ -101,7 +101,7 @@ def map_chunk(
     ids = jax.lax.dynamic_slice_in_dim(state.tokens, first, chunk, axis=1)
     pos = _positions(model, first, ids)
     read = _read(model, source, first, chunk)
-    rows = list(_mapped(model, mapper, source, read, pos))
+    rows = list(_mapped(model, mapper, source, read, first, pos))
     native = [((0, repair.layers), ids)] if repair.layers else []
     if repair.group:
         assert mapper.hidden is not None
@@ -133,11 +133,13 @@ def _read(model: Model, source: KVCache, first: jax.Array, chunk: int) -> Rows:
     return tuple((cut(k), cut(v)) for k, v in zip(source.k, source.v, strict=True))
 
 
-def _mapped(model: Model, mapper: Mapper, source: KVCache, read: Rows, pos: Int[Array, "B T"]) -> Rows:
+def _mapped(
+    model: Model, mapper: Mapper, source: KVCache, read: Rows, first: jax.Array, pos: Int[Array, "B T"]
+) -> Rows:
     """Target rows at `pos`; on a mesh each device makes those of its own heads, from `read`."""
     rules = model.rules
     if rules.mesh is None:
-        return map_rows(mapper, source, pos, pos)
+        return map_rows(mapper, source, first, pos, choice=model.setting.attention)
     specs = jax.tree_util.tree_map_with_path(lambda p, x: rules.spec(*axes(p, x)), mapper)
     row = rules.spec("batch", "kv_heads", None, None)
     features = content(read, pos, mapper.source)

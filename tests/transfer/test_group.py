@@ -57,7 +57,7 @@ def exact(lm, native):
     cache = KVCache(
         (keys[0], keys[1], jnp.zeros_like(stored)), (values[0], values[1], stored), state.cache.filled
     )
-    same = jnp.eye(k * h).reshape(k, h, 1, k, h)
+    same = jnp.eye(k * h).reshape(k, h, k * h)
     zero = jnp.zeros((1, k, h)), jnp.zeros((1, k, h)), jnp.zeros((k, h)), jnp.zeros((k, h))
     maps = tuple(LayerMap(same * (i < 2), same * (i < 2), *zero) for i in range(LAYERS))
     part = HiddenMap(
