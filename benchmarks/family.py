@@ -25,8 +25,9 @@ import kvjax
 from kvjax.lm import LM
 from kvjax.report import Report
 from kvjax.resources import packaged_models
+from kvjax.stats import LEVEL
 from train.compress import XZ
-from train.evaluate import LEVEL, Confirmation, Scores
+from train.evaluate import Confirmation, Scores
 
 PREFIX = 512  # tokens whose logits are compared with transformers'
 STRICT = 1e-6  # "below" is demanded, and float32 losses are not sure of more

@@ -19,11 +19,12 @@ import kvjax
 import serve
 from kvjax.lm import LM
 from kvjax.resources import config_path
+from kvjax.stats import LEVEL
 from train.card_page import plot, render
 from train.checkpoint import write_json
 from train.compress import XZ
 from train.corpus import MANIFEST
-from train.evaluate import CONTEXT, LEVEL, Confirmation, Measured, Scores
+from train.evaluate import CONTEXT, Confirmation, Measured, Scores
 
 PROMPTS = (
     "def read_config(path):\n",

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from kvjax.documents import Documents
 from kvjax.lm import LM
 from kvjax.models import Model
+from kvjax.stats import bootstrap
 from kvjax.tokenizer import Tokenizer
 from kvjax.typing import Array, Float, Int, Params, Texts
 from train.compress import Compressed, compress
@@ -29,8 +30,6 @@ from train.head import ROWS
 from train.kneser_ney import KneserNey
 
 CONTEXT = 2048  # tokens of a window
-DRAWS = 10_000  # of the bootstrap
-LEVEL = 0.95
 
 
 class EvaluateError(ValueError):
@@ -55,19 +54,22 @@ class Scores:
         return float(self.bits.sum() / self.bytes.sum())
 
     def interval(self, *, seed: int = 0) -> tuple[float, float]:
-        """`LEVEL` interval of `bits_per_byte` by drawing documents with replacement."""
-        return _percentiles(_resampled(self.bits, self.bytes, seed))
+        """95 % interval of `bits_per_byte` by drawing documents with replacement."""
+        _, low, high = self._ratio(self.bits, seed)
+        return low, high
 
     def minus(self, other: Scores, *, seed: int = 0) -> tuple[float, float, float]:
-        """(difference in bits per byte, its `LEVEL` interval): the same documents are drawn for both.
+        """(difference in bits per byte, its 95 % interval): the same documents are drawn for both.
 
         Raises:
           EvaluateError: the two are not of the same documents.
         """
         if not np.array_equal(self.bytes, other.bytes):
             raise EvaluateError("a difference needs scores of the same documents in the same order")
-        drawn = _resampled(self.bits - other.bits, self.bytes, seed)
-        return self.bits_per_byte - other.bits_per_byte, *_percentiles(drawn)
+        return self._ratio(self.bits - other.bits, seed)
+
+    def _ratio(self, bits: np.ndarray, seed: int) -> tuple[float, float, float]:
+        return bootstrap({"bits": bits, "bytes": self.bytes}, lambda m: m["bits"] / m["bytes"], seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,18 +247,3 @@ def _losses(
         count -= 1
     parts = hidden.reshape(count, -1, hidden.shape[-1]), labels.reshape(count, -1)
     return jax.lax.map(some, parts).reshape(labels.shape)
-
-
-def _resampled(bits: np.ndarray, sizes: np.ndarray, seed: int) -> np.ndarray:
-    """[DRAWS] bits per byte of as many documents, drawn with replacement."""
-    rng, n = np.random.default_rng(seed), len(bits)
-    found = []
-    for _ in range(DRAWS // 100):  # a hundred draws at a time bound the memory
-        times = rng.multinomial(n, np.full(n, 1 / n), 100)
-        found.append((times @ bits) / (times @ sizes))
-    return np.concatenate(found)
-
-
-def _percentiles(values: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)

@@ -40,7 +40,12 @@ if TYPE_CHECKING:
     help="Which: those that explain most, or those of the same depth.",
 )
 @click.option("--ridge", default=1e-3, help="Strength, relative to the mean variance of the inputs.")
-@click.option("--method", type=click.Choice(("ridge", "recolour")), default="ridge")
+@click.option(
+    "--method",
+    type=click.Choice(("ridge", "recolour", "weighted")),
+    default="ridge",
+    help="weighted: rows count by the attention they receive; reads the text twice.",
+)
 @click.option("--local", is_flag=True, help="Each target head reads one source head.")
 @click.option(
     "--separate", is_flag=True, help="Keys read keys and values read values; otherwise both read both."

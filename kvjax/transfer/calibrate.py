@@ -65,13 +65,27 @@ def same_tokens(source: LM, target: LM) -> None:
         )
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def features(model: Model, params: Params, ids: Int[Array, "B T"]) -> Float[Array, "B T L 2 K H"]:
+    """Content features of whole texts: what the cache holds after reading `ids`."""
+    return _read(model, params, ids, ())[0]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def features(
-    model: Model, params: Params, ids: Int[Array, "B T"], hidden: int | None = None
-) -> tuple[Float[Array, "B T L 2 K H"], Float[Array, "B T D"] | None]:
-    """Content features of whole texts: what the cache holds after reading `ids`; and what enters layer `hidden`."""
+def features_and_hidden(
+    model: Model, params: Params, ids: Int[Array, "B T"], entering: int
+) -> tuple[Float[Array, "B T L 2 K H"], Float[Array, "B T D"]]:
+    """(`features`, the hidden state that enters layer `entering` >= 1)."""
+    found, state = _read(model, params, ids, (entering - 1,))
+    assert state is not None
+    return found, state
+
+
+def _read(
+    model: Model, params: Params, ids: jax.Array, taps: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array | None]:
     pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    out = model.forward(params, ids, pos, logits=False, taps=() if hidden is None else (hidden - 1,))
+    out = model.forward(params, ids, pos, logits=False, taps=taps)
     return content(out.rows, pos, Geometry.of(model.config)), out.taps
 
 
@@ -123,9 +137,12 @@ def collect(
             ids, group, taken = jnp.asarray(np.stack(group)), [], taken + 1
             if taken <= done:
                 continue
-            x, _ = features(source.model, source.params, ids)
-            y, entering = features(target.model, target.params, ids, hidden)
-            moments = update(moments, x, y, weight, entering)
+            x, state = features(source.model, source.params, ids), None
+            if hidden is None:
+                y = features(target.model, target.params, ids)
+            else:
+                y, state = features_and_hidden(target.model, target.params, ids, hidden)
+            moments = update(moments, x, y, weight, state)
             bar.update(batch)
             if keep is not None and time.monotonic() - saved > 60:
                 _save(keep, tag, moments, taken)

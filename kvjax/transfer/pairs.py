@@ -10,22 +10,25 @@ from typing import Any
 
 from kvjax.lm import LM
 from kvjax.report import Report
-from kvjax.transfer import artifact, calibrate, select
+from kvjax.transfer import artifact, calibrate, select, weighted
+from kvjax.transfer.fit import METHODS as fit_methods
 from kvjax.transfer.fit import FitConfig, fit, fit_hidden, held_out, held_out_hidden
 from kvjax.transfer.moments import CalibrationError
 from kvjax.typing import Texts
 
 log = logging.getLogger("kvjax")
 SELECTIONS = ("explained", "matching")
+METHODS = (*fit_methods, "weighted")
 
 
 @dataclasses.dataclass(frozen=True)
 class FitOptions:
     """How a map is fitted. k: source layers per target layer; layers: how they are chosen, "explained" (most variance
-    explained alone) or "matching" (same relative depth and its neighbours). ridge, method, local: see
-    `kvjax.transfer.fit.FitConfig`. joint: keys and values explain both. length, sequences, every, batch: of the
-    calibration text (`kvjax.transfer.calibrate.collect`). held: texts of the held-out figures. hidden: also fit the
-    hidden state that enters this target layer, from the source layers of its rows."""
+    explained alone) or "matching" (same relative depth and its neighbours). method: of
+    `kvjax.transfer.fit.FitConfig`, as are ridge and local, or "weighted" (`kvjax.transfer.weighted`). joint: keys and
+    values explain both. length, sequences, every, batch: of the calibration text (`kvjax.transfer.calibrate.collect`;
+    "weighted" takes every token). held: texts of the held-out figures. hidden: also fit the hidden state that enters
+    this target layer, from the source layers of its rows."""
 
     k: int = 4
     layers: str = "explained"
@@ -44,6 +47,8 @@ class FitOptions:
     def __post_init__(self) -> None:
         if self.layers not in SELECTIONS:
             raise ValueError(f"layers {self.layers!r} is not one of {', '.join(SELECTIONS)}")
+        if self.method not in METHODS:
+            raise ValueError(f"method {self.method!r} is not one of {', '.join(METHODS)}")
 
 
 def fit_pair(
@@ -74,7 +79,13 @@ def fit_pair(
     else:
         layers = select.by_explained_variance(stats, options.k, ridge=options.ridge)
     began = time.perf_counter()
-    mapper = fit(stats, layers, FitConfig(options.ridge, options.method, options.local))
+    if options.method == "weighted":
+        mapper = weighted.fit_pair(
+            source, target, texts, stats, layers, FitConfig(options.ridge, local=options.local),
+            length=options.length, batch=options.batch, sequences=options.sequences, progress=progress,
+        )  # fmt: skip
+    else:
+        mapper = fit(stats, layers, FitConfig(options.ridge, options.method, options.local))
     if options.hidden is not None:
         part = fit_hidden(stats, layers[options.hidden], ridge=options.ridge)
         mapper = dataclasses.replace(mapper, hidden=part)

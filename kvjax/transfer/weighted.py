@@ -12,20 +12,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
+from kvjax.lm import LM
 from kvjax.models import Model
-from kvjax.transfer.fit import FitConfig, _ridge
+from kvjax.transfer import calibrate
+from kvjax.transfer.fit import FitConfig, _ridge, assign_heads
 from kvjax.transfer.geometry import Geometry
 from kvjax.transfer.mapper import LayerMap, Mapper
-from kvjax.transfer.moments import CalibrationError
+from kvjax.transfer.moments import CalibrationError, Statistics
 from kvjax.transfer.select import Selection
-from kvjax.typing import Array, Float, Int, Params
+from kvjax.typing import Array, Float, Int, Params, Texts
 
+log = logging.getLogger("kvjax")
 QUERIES = 32
 
 
@@ -72,6 +80,65 @@ def attention_weights(model: Model, params: Params, ids: Int[Array, "B T"]) -> F
         key = (square * jnp.maximum(far, 0) * strength).sum((2, 3))  # [B, K, T]
         found.append(jnp.stack([key, square.sum((2, 3))], 1))
     return jnp.stack(found).transpose(0, 3, 2, 1, 4)
+
+
+def fit_pair(
+    source: LM, target: LM, texts: Texts, stats: Statistics, selection: Selection, config: FitConfig, *,
+    length: int, batch: int, sequences: int, progress: bool | None = None,
+) -> Mapper:  # fmt: skip
+    """A second pass over the texts that gave `stats`, and the map weighted by the attention its rows receive.
+
+    Every token of a text counts. The moments are per target head, so they are the largest thing here; their size is
+    told first.
+
+    Raises:
+      CalibrationError: they do not fit into memory, moments that are not finite, fewer rows than inputs.
+    """
+    heads = None
+    if config.local:
+        heads = np.stack([assign_heads(stats, layer, chosen) for layer, chosen in enumerate(selection)])
+    tuples = None if heads is None else tuple(tuple(map(int, row)) for row in heads)
+    make = functools.partial(empty, selection, heads, stats.source, stats.target, stats.joint)
+    size = 2 * sum(z.size * z.dtype.itemsize for z in jax.tree.leaves(jax.eval_shape(make)))
+    log.info("weighted moments take %.2f GB while they are updated", size / 1e9)
+    if size > (room := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise CalibrationError(
+            f"weighted moments take {size / 1e9:.1f} GB and this machine has {room / 1e9:.1f}; use fewer source layers,"
+            " head-local maps or separate channels"
+        )
+    shift = _layered(stats)
+    sums = make()
+    bar = tqdm(total=sequences, unit="text", desc="weighted moments",
+               disable=not sys.stderr.isatty() if progress is None else not progress)  # fmt: skip
+    with bar:
+        for group in _groups(calibrate.blocks(texts, target, length=length, limit=sequences), batch):
+            x, y = (calibrate.features(lm.model, lm.params, group) for lm in (source, target))
+            r = attention_weights(target.model, target.params, group)
+            sums = update(sums, selection, tuples, stats.joint, shift, x, y, r)
+            bar.update(batch)
+    if not np.isfinite(sums.xy).all() or not np.isfinite(sums.r2).all():
+        raise CalibrationError("weighted moments are not finite; the plain fit counts and skips such rows")
+    return fit(sums, selection, heads, stats.source, stats.target, stats.joint, shift, config)[0]
+
+
+def _layered(stats: Statistics) -> tuple[np.ndarray, np.ndarray]:
+    """Means of both models' features, [L, 2, K, H] float32."""
+    found = []
+    for means, g in ((stats.mean_x, stats.source), (stats.mean_y, stats.target)):
+        shape = (g.layers, 2) if stats.joint else (2, g.layers)
+        grid = means.astype(np.float32).reshape(*shape, g.kv_heads, g.head_dim)
+        found.append(grid if stats.joint else grid.swapaxes(0, 1))
+    return found[0], found[1]
+
+
+def _groups(blocks: Iterable[np.ndarray], batch: int) -> Iterator[jax.Array]:
+    """[batch, T] as often as there are enough blocks."""
+    group = []
+    for block in blocks:
+        group.append(block)
+        if len(group) == batch:
+            yield jnp.asarray(np.stack(group))
+            group = []
 
 
 def empty(

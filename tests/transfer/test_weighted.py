@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import string
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,8 +12,9 @@ import pytest
 
 import kvjax
 from kvjax.config import RopeConfig
-from kvjax.transfer import fit, moments, weighted
+from kvjax.transfer import calibrate, fit, moments, select, weighted
 from kvjax.transfer.geometry import Geometry
+from kvjax.transfer.moments import CalibrationError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SOURCE, TARGET = Geometry(3, 2, 4, RopeConfig()), Geometry(2, 2, 6, RopeConfig())
@@ -104,3 +107,38 @@ def test_equal_weights_are_the_plain_fit() -> None:
     for a, b in zip(mapper.maps, plain.maps, strict=True):
         for name in ("key", "value", "key_bias", "value_mean"):
             np.testing.assert_allclose(getattr(a, name), getattr(b, name), atol=1e-4)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("local", [True, False])
+def test_the_second_pass_with_equal_weights_is_the_first(
+    joint: bool, local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = kvjax.load(GOLDEN / "qwen3-tied")
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(string.printable, k=200)) for _ in range(12)]
+    read = dict(length=40, batch=4, sequences=12)
+    stats = calibrate.collect(lm, lm, texts, joint=joint, **read)
+    selection = tuple((layer,) for layer in reversed(range(lm.config.num_layers)))  # not the identity
+    config = fit.FitConfig(1e-2, local=local)
+    plain = fit.fit(stats, selection, config)
+    found = weighted.fit_pair(lm, lm, texts, stats, selection, config, **read)
+    apart = [np.abs(a.value - b.value).max() for a, b in zip(found.maps, plain.maps, strict=True)]
+    assert min(apart) > 1e-3
+    ones = lambda model, params, ids: jnp.ones_like(attention(model, params, ids))  # noqa: E731
+    attention = weighted.attention_weights
+    monkeypatch.setattr(weighted, "attention_weights", ones)
+    found = weighted.fit_pair(lm, lm, texts, stats, selection, config, **read)
+    for a, b in zip(found.maps, plain.maps, strict=True):
+        for name in ("key", "value", "key_bias", "value_bias", "key_mean"):
+            np.testing.assert_allclose(getattr(a, name), getattr(b, name), atol=2e-4)
+
+
+def test_moments_larger_than_the_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = kvjax.load(GOLDEN / "qwen3-tied")
+    texts = [string.printable] * 4
+    stats = calibrate.collect(lm, lm, texts, length=40, batch=4, sequences=4)
+    selection = select.matching(lm.config.num_layers, lm.config.num_layers, 1)
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    with pytest.raises(CalibrationError, match="fewer source layers"):
+        weighted.fit_pair(lm, lm, texts, stats, selection, fit.FitConfig(), length=40, batch=4, sequences=4)
