@@ -188,7 +188,7 @@ def test_interleaved_with_reading_the_state_is_the_same(
     _, mapper = identity
     monkeypatch.setattr(module, "span", lambda model, chunk, size: once * chunk)
     repair = Repair(tail=3, head=5, layers=1)
-    run = module._Handoff(lm, mapper, lm, PROMPTS, repair, size=256, chunk=chunk)
+    run = module._Handoff(lm, mapper, lm, PROMPTS, repair, size=256, chunk=chunk, max_new_tokens=4)
     made = run._read()
     batch = run.batch
     begin = lambda: loop.start(  # noqa: E731
