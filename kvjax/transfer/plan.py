@@ -43,8 +43,9 @@ class Hand:
 
     def __post_init__(self) -> None:
         for name in ("k", "length", "batch", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            least = 2 if name == "length" else 1  # a single token needs no prefill
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("dtype", "map_dtype"):
             if getattr(self, name) not in BYTES:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not supported; use {' or '.join(BYTES)}")

@@ -215,6 +215,8 @@ def test_refusals(options, error, words) -> None:
 def test_hand_refuses_what_is_no_number() -> None:
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         Hand(k=0)
+    with pytest.raises(ValueError, match="length must be at least 2, got 1"):
+        Hand(length=1)
     with pytest.raises(ValueError, match="map_dtype 'int8' is not supported"):
         Hand(map_dtype="int8")
     assert (Hand(length=8192).size, Hand(length=8192).span, Hand(length=100).span) == (16384, 1024, 256)
