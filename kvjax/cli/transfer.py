@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--map-dtype",
-    type=click.Choice(("float32", "bfloat16")),
+    type=click.Choice(("float32", "bfloat16", "int8")),
     default="float32",
     help="Of the stored weights.",
 )

@@ -15,7 +15,7 @@ import scipy.linalg
 import scipy.optimize
 
 from kvjax.transfer.geometry import CHANNELS
-from kvjax.transfer.mapper import LayerMap, Mapper
+from kvjax.transfer.mapper import LayerMap, Mapper, converted
 from kvjax.transfer.moments import CalibrationError, Statistics
 
 log = logging.getLogger("kvjax")
@@ -67,7 +67,7 @@ def _target_mean(stats: Statistics, layer: int, channel: int) -> np.ndarray:
 
 
 def _layer(stats, layer, chosen, channel, heads, config) -> tuple[np.ndarray, np.ndarray]:
-    """(weight [K, H, J, k, h] or [K, H, J, h], mean [J, k, h])."""
+    """(weight [K, H, P], mean [J, k, h]); P = J k h, or J h of a head-local map."""
     source, target = stats.source, stats.target
     group, index = stats.inputs(chosen, channel)
     _, out = stats.outputs(layer, channel)
@@ -76,12 +76,12 @@ def _layer(stats, layer, chosen, channel, heads, config) -> tuple[np.ndarray, np
     if heads is None:
         cut = index, out, slice(None)
         weight = _solve(stats, group, *cut, layer, channel, config)
-        return weight.reshape(target.kv_heads, target.head_dim, *grid.shape), mean
+        return weight.reshape(target.kv_heads, target.head_dim, -1), mean
     parts = []
     for head in range(target.kv_heads):
         own = slice(head * target.head_dim, (head + 1) * target.head_dim)
         weight = _solve(stats, group, grid[:, heads[head]].reshape(-1), out[own], own, layer, channel, config)
-        parts.append(weight.reshape(target.head_dim, len(grid), source.head_dim))
+        parts.append(weight)
     return np.stack(parts), mean
 
 
@@ -158,7 +158,7 @@ def explained(weight: np.ndarray, xx: np.ndarray, xy: np.ndarray, yy: np.ndarray
 def held_out(mapper: Mapper, stats: Statistics) -> np.ndarray:
     """[L, 2] R^2 of `mapper`'s keys and values on other data: `stats` come from text it was not fitted on, and the
     map's own means are used, so a shift of the mean counts as error."""
-    result = np.zeros((stats.target.layers, 2))
+    mapper, result = converted(mapper, "float32"), np.zeros((stats.target.layers, 2))
     for layer, (part, chosen) in enumerate(zip(mapper.maps, mapper.layers, strict=True)):
         heads = None if part.heads is None else np.asarray(part.heads)
         for channel in (0, 1):
@@ -184,8 +184,8 @@ def dense(weight: np.ndarray, heads: np.ndarray | None, grid: tuple[int, ...]) -
     """[K H, J k h]: a layer's weight with the zeros of a head-local one written out."""
     if heads is None:
         return weight.reshape(weight.shape[0] * weight.shape[1], -1)
-    k, h, j, width = weight.shape
-    full = np.zeros((k, h, j, grid[1], width), weight.dtype)
+    k, h, _ = weight.shape
+    full = np.zeros((k, h, *grid), weight.dtype)
     for head in range(k):
-        full[head, :, :, heads[head]] = weight[head]
+        full[head, :, :, heads[head]] = weight[head].reshape(h, grid[0], grid[2])
     return full.reshape(k * h, -1)

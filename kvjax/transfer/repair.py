@@ -60,7 +60,8 @@ def map_chunk(
     first = index * chunk
     ids = jax.lax.dynamic_slice_in_dim(state.tokens, first, chunk, axis=1)
     pos = jnp.broadcast_to(first + jnp.arange(chunk, dtype=jnp.int32), ids.shape)
-    rows = map_rows(mapper, source, pos, pos)
+    pos = model.rules.reshard(pos, "batch", None)
+    rows = map_rows(mapper, source, first, pos, rules=model.rules, choice=model.setting.attention)
     cache = state.cache
     if repair.layers:
         out = model.forward(params, ids, pos, cache, MaskSpec(), logits=False, at=first, depth=repair.layers)
@@ -77,6 +78,7 @@ def redo_head(model: Model, repair: Repair, params: Params, state: DecodeState) 
     """Recompute rows [0, head) natively, in place. Slots that were not filled stay so."""
     ids = state.tokens[:, : repair.head]
     pos = jnp.broadcast_to(jnp.arange(repair.head, dtype=jnp.int32), ids.shape)
+    pos = model.rules.reshard(pos, "batch", None)
     out = model.forward(params, ids, pos, state.cache, MaskSpec(), logits=False, at=jnp.int32(0))
     assert out.cache is not None
     return dataclasses.replace(state, cache=dataclasses.replace(out.cache, filled=state.cache.filled))
