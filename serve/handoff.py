@@ -16,6 +16,7 @@ from kvjax.decode.state import DecodeState
 from kvjax.lm import LM
 from kvjax.transfer import artifact
 from kvjax.transfer.mapper import Mapper
+from kvjax.transfer.placing import place
 from kvjax.transfer.repair import Repair, hand_over
 from serve.generate import Result, _Run
 from serve.requests import Options
@@ -23,7 +24,7 @@ from serve.requests import Options
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A map with its manifest, checked against the two models."""
+    """A map with its manifest, checked against the two models and laid out on their mesh."""
 
     mapper: Mapper
     manifest: artifact.Manifest
@@ -33,10 +34,11 @@ class Transfer:
         """
         Raises:
           kvjax.transfer.artifact.ArtifactError: damaged, or made for other models.
+          kvjax.sharding.MeshError: the models are on different meshes.
         """
         mapper, manifest = artifact.load(directory, dtype=dtype)
         artifact.check(manifest, source, target)
-        return cls(mapper, manifest)
+        return cls(place(mapper, source.model.rules, target.model.rules), manifest)
 
 
 def handoff(
@@ -75,7 +77,10 @@ class _Handoff(_Run):
                 f"draft source {type(self.source).__name__} needs features of every prompt token, which a handoff does"
                 " not compute"
             )
-        mapper = mapper.mapper if isinstance(mapper, Transfer) else mapper
+        if isinstance(mapper, Transfer):
+            mapper = mapper.mapper
+        else:
+            mapper = place(mapper, source.model.rules, target.model.rules)
         geometry = artifact.Party.of(source).geometry, artifact.Party.of(target).geometry
         if (mapper.source, mapper.target) != geometry:
             raise ValueError(
