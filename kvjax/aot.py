@@ -113,27 +113,27 @@ def compile_handoff(
     """Compile the programs of a hand-off from `source` into `config`: `prefill` (native, for comparison), `map`, and
     `head` and `tail` as `repair` (fields of `Repair`) asks for them. The map reads k layers at the same depth.
 
-    Args, Raises: as for `compile_steps`; MeshError: KV heads that the mesh would store more than once.
+    Args, Raises: as for `compile_steps`.
     """
     from kvjax.decode import loop
     from kvjax.decode.sampler import SamplerProgram
     from kvjax.decode.sources import Plain
     from kvjax.models import build
     from kvjax.sharding import make_mesh
-    from kvjax.transfer import placing, select
+    from kvjax.transfer import select, shapes
     from kvjax.transfer.geometry import Geometry
     from kvjax.transfer.repair import Repair, map_chunk, read_tail, redo_head
 
     devices = make_mesh(*mesh, devices=topology.devices(target))
     reader, model = build(source, devices, dtype), build(config, devices, dtype)
-    placing.check_heads(source.num_kv_heads, reader.rules, "source")
     asked, one, params = Repair(**repair), _struct((), "int32"), model.abstract()
     entering = (
         (asked.layers + 1, config.hidden) if asked.group else None
     )  # where it begins does not change its cost
-    mapper = placing.abstract(
+    mapper = shapes.abstract(
         Geometry.of(source), Geometry.of(config), select.matching(source.num_layers, config.num_layers, k),
-        joint=joint, local=local, dtype=map_dtype, rules=model.rules, hidden=entering,
+        joint=joint, local=local, dtype=map_dtype, reader=reader.rules, rules=model.rules,
+        hidden=entering,
     )  # fmt: skip
     asked.check(mapper, config)
     with model.rules.context():

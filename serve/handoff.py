@@ -18,7 +18,7 @@ from kvjax.lm import LM
 from kvjax.transfer import artifact
 from kvjax.transfer.geometry import Geometry
 from kvjax.transfer.mapper import Mapper
-from kvjax.transfer.placing import check_heads, place
+from kvjax.transfer.placing import place
 from kvjax.transfer.repair import Repair, finish, map_chunk, span
 from serve.generate import Result, _Run
 from serve.requests import Options
@@ -28,7 +28,7 @@ log = logging.getLogger("kvjax")
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A map with its manifest, checked against the two models."""
+    """A map with its manifest, checked against the two models and laid out on their mesh."""
 
     mapper: Mapper
     manifest: artifact.Manifest
@@ -38,10 +38,11 @@ class Transfer:
         """
         Raises:
           kvjax.transfer.artifact.ArtifactError: damaged, or made for other models.
+          kvjax.sharding.MeshError: the models are on different meshes.
         """
         mapper, manifest = artifact.load(directory, dtype=dtype)
         artifact.check(manifest, source, target)
-        return cls(mapper, manifest)
+        return cls(place(mapper, source.model.rules, target.model.rules), manifest)
 
 
 def handoff(
@@ -64,7 +65,7 @@ def handoff(
 
     Raises:
       ValueError: models the map was not made for, or swapped; a parameter that cannot be served.
-      kvjax.sharding.MeshError: a mesh that stores KV heads more than once.
+      kvjax.sharding.MeshError: the models are on different meshes.
     """
     run = _Handoff(source, mapper, target, prompts, repair, **options)
     for _ in run.events(2**31 - 1 if not any(run.batch.stop) else 8):
@@ -86,10 +87,11 @@ class _Handoff(_Run):
             artifact.check(mapper.manifest, source, target)
             self.warnings = _too_long(mapper.manifest, self.batch.length)
             mapper = mapper.mapper
-        _check(mapper, source, target)
+        else:
+            _check(mapper, source, target)
+            mapper = place(mapper, source.model.rules, target.model.rules)
         repair.check(mapper, target.config)
-        check_heads(mapper.source.kv_heads, source.model.rules, "source")
-        self.reader, self.mapper, self.repair = source, place(mapper, target.model.rules), repair
+        self.reader, self.mapper, self.repair = source, mapper, repair
         self.timings = {"prepare": self.timings["prepare"], "read": 0.0, "map": 0.0, "decode": 0.0}
 
     def _read(self) -> DecodeState:
@@ -148,5 +150,3 @@ def _check(mapper: Mapper, source: LM, target: LM) -> None:
         raise ValueError(f"the map goes from {made[0]} to {made[1]}, the models are {models}")
     if not source.tokenizer or not target.tokenizer or source.tokenizer.hash != target.tokenizer.hash:
         raise ValueError(f"{source.id} and {target.id} have different tokenizers; use `align` to cross them")
-    if source.model.rules.mesh != target.model.rules.mesh:
-        raise ValueError(f"{source.id} and {target.id} were loaded on different meshes")

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
@@ -69,7 +68,8 @@ def save(directory: str | Path, mapper: Mapper, manifest: Manifest, *, dtype: st
     """Write the map, whole or not at all; weights in `dtype` (see `kvjax.transfer.mapper.converted`), the rest float32.
 
     Raises:
-      ArtifactError: `directory` exists and is not empty, an unknown dtype, a geometry that is not the models'.
+      ArtifactError: `directory` exists and is not empty, an unknown dtype, a geometry that is not the models', a map
+        laid out for a mesh.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -78,6 +78,8 @@ def save(directory: str | Path, mapper: Mapper, manifest: Manifest, *, dtype: st
         raise ArtifactError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if (mapper.source, mapper.target) != (manifest.source.geometry, manifest.target.geometry):
         raise ArtifactError("the map's geometry is not that of the models in its manifest")
+    if any(m.here or m.key.shape[0] != mapper.target.kv_heads for m in mapper.maps):
+        raise ArtifactError("the map is laid out for a mesh; store the one it was made from")
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".part"))
     try:
@@ -142,15 +144,12 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
     ]
     if faults:
         raise ArtifactError(f"{directory / WEIGHTS}: {'; '.join(faults)}")
-    maps = []
+    maps, out = [], (target.geometry.kv_heads, target.geometry.head_dim)
     for i in range(target.geometry.layers):
-        leaves: dict[str, jax.Array] = {}
-        for field in dataclasses.fields(LayerMap):
-            x = tensors.get(f"layers.{i}.{field.name}")
-            if x is not None:
-                flat = field.name in ("key", "value")
-                leaves[field.name] = jnp.asarray(x.reshape(*x.shape[:2], -1) if flat else x)
-        maps.append(LayerMap(**leaves))
+        prefix = f"layers.{i}."
+        mine = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        mine |= {name: mine[name].reshape(*out, -1) for name in ("key", "value")}
+        maps.append(LayerMap(**{name: jnp.asarray(x) for name, x in mine.items()}))
     part = hidden.read(state, tensors, dtype)
     mapper = Mapper(tuple(maps), source.geometry, target.geometry, layers, joint, part)
     return mapper if dtype is None else converted(mapper, dtype), manifest
@@ -194,13 +193,11 @@ def _differences(stored: Party, given: Party) -> list[str]:
 
 
 def _tensors(mapper: Mapper, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    tensors = {}
-    for i, part in enumerate(mapper.maps):
-        for field in dataclasses.fields(LayerMap):
-            x, name = getattr(part, field.name), f"layers.{i}.{field.name}"
-            if x is not None:
-                tensors[name] = np.ascontiguousarray(np.asarray(x).reshape(shapes[name]))
-    return tensors
+    return {
+        f"layers.{i}.{name}": np.ascontiguousarray(np.asarray(x).reshape(shapes[f"layers.{i}.{name}"]))
+        for i, part in enumerate(mapper.maps)
+        for name, x in part.arrays().items()
+    }
 
 
 def _shapes(

@@ -37,9 +37,9 @@ class HiddenMap:
 def map_hidden(
     part: HiddenMap, rows: Rows, pos: Int[Array, "B T"], source: Geometry
 ) -> Float[Array, "B T D"]:
-    """rows: all layers of the source, (k, v) each [B, K, T, H], rotated for `pos`. Products run in the weight's dtype
-    and accumulate in float32."""
-    x = content(tuple(rows[i] for i in part.layers), pos, source)
+    """rows: of the source layers `part.layers`, (k, v) each [B, K, T, H], rotated for `pos`. Products run in the
+    weight's dtype and accumulate in float32."""
+    x = content(rows, pos, source)
     b, t, layers, _, k, h = x.shape
     x = (x.reshape(b, t, 2 * layers, k, h) - part.mean).astype(part.weight.dtype)
     return jnp.einsum("btjkh,djkh->btd", x, part.weight, preferred_element_type=jnp.float32) + part.bias

@@ -1,78 +1,88 @@
-"""A map on a mesh: every device holds the weights of its own target heads, and reads all source heads."""
+"""A map on a mesh: each device holds the weights of the target heads it stores."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import dataclasses
+import logging
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from kvjax.sharding import MeshError, Rules
-from kvjax.transfer.geometry import Geometry
-from kvjax.transfer.hidden import HiddenMap
 from kvjax.transfer.mapper import LayerMap, Mapper
-from kvjax.transfer.select import Selection
+
+log = logging.getLogger("kvjax")
 
 
-def axes(path: tuple[Any, ...], leaf: Any) -> tuple[str | None, ...]:
-    """Logical axes of a leaf of a `Mapper`: weights and biases of rows lead with the target's KV heads."""
-    whole = path[0].name == "hidden" or path[-1].name.endswith("mean")
-    return (None if whole else "kv_heads", *(None,) * (leaf.ndim - 1))
+def place(mapper: Mapper, source: Rules, target: Rules) -> Mapper:
+    """The map laid out for two models on one mesh: target heads over `model`, repeated where the cache stores them
+    repeatedly. Without a mesh the map as it is.
 
-
-def place(mapper: Mapper, rules: Rules) -> Mapper:
-    """The map where the target lies; itself without a mesh, or where it lies there already.
+    Where every target head of a head-local layer reads a source head that its own device stores, the layer is marked
+    so, and mapping moves nothing between devices. Otherwise a chunk's source rows are gathered; that is logged.
 
     Raises:
-      MeshError: the mesh stores the target's KV heads more than once.
+      MeshError: the two models are on different meshes.
     """
-    check_heads(mapper.target.kv_heads, rules)
-    if rules.mesh is None:
+    if source.mesh != target.mesh:
+        said = ["no mesh" if r.mesh is None else f"mesh {dict(r.mesh.shape)}" for r in (source, target)]
+        raise MeshError(
+            f"the source was loaded on {said[0]} and the target on {said[1]}; load both on one mesh"
+        )
+    if target.mesh is None:
         return mapper
-    return jax.tree_util.tree_map_with_path(
-        lambda p, x: jax.device_put(x, rules.sharding(*axes(p, x))), mapper
+    own = [
+        None if m.heads is None else _own(np.asarray(m.heads), mapper, source, target) for m in mapper.maps
+    ]
+    away = [i for i, m in enumerate(mapper.maps) if m.heads is not None and own[i] is None]
+    if away and _split(source):
+        log.warning(
+            "target layers %s read source heads that other devices store: their source rows are gathered",
+            away,
+        )
+    return dataclasses.replace(
+        mapper,
+        maps=tuple(_placed(m, h, mapper, source, target) for m, h in zip(mapper.maps, own, strict=True)),
+        hidden=jax.device_put(mapper.hidden, target.sharding()),
     )
 
 
-def check_heads(kv_heads: int, rules: Rules, name: str = "target") -> None:
-    """
-    Raises:
-      MeshError: the mesh stores the KV heads more than once.
-    """
-    if rules.kv_heads != kv_heads:
-        raise MeshError(
-            f"a map moves the {kv_heads} KV heads of the {name}, but a model axis of {rules.kv_heads} stores each"
-            f" {rules.kv_heads // kv_heads} times; use a model axis of at most {kv_heads}"
-        )
+def _split(rules: Rules) -> bool:
+    """Whether devices store different heads."""
+    spec = rules.spec("kv_heads")
+    return spec is not None and spec[0] is not None
 
 
-def abstract(
-    source: Geometry, target: Geometry, layers: Selection, *, joint: bool, local: bool, dtype: str, rules: Rules,
-    hidden: tuple[int, int] | None = None,
-) -> Mapper:  # fmt: skip
-    """The shapes of a map, to compile for; `layers` as in `Mapper`, hidden: (target layer, D) for a hidden state that
-    enters it, from the same source layers. Raises MeshError as `place` does."""
-    check_heads(target.kv_heads, rules)
-    wide = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    out = (target.kv_heads, target.head_dim)
-    maps = []
-    for chosen in layers:
-        grid = (len(chosen) * (2 if joint else 1), source.kv_heads, source.head_dim)
-        shape = (*out, grid[0] * grid[2] * (1 if local else grid[1]))
-        weight = jax.ShapeDtypeStruct(shape, dtype)
-        heads = jax.ShapeDtypeStruct(out[:1], np.int32) if local else None
-        maps.append(LayerMap(weight, weight, wide(grid), wide(grid), wide(out), wide(out), heads))  # type: ignore[arg-type]
-    part = None
-    if hidden is not None:
-        entering, width = hidden
-        grid = (2 * len(layers[entering]), source.kv_heads, source.head_dim)
-        weight = jax.ShapeDtypeStruct((width, *grid), dtype)
-        part = HiddenMap(weight, wide(grid), wide((width,)), entering, layers[entering])  # type: ignore[arg-type]
-    mapper = Mapper(tuple(maps), source, target, layers, joint, part)
+def _own(heads: np.ndarray, mapper: Mapper, source: Rules, target: Rules) -> np.ndarray | None:
+    """[K'] for each stored target head the source head it reads, counted among those of its device; None if it is not
+    there, or if devices don't store different heads."""
+    if not (_split(source) and _split(target)):
+        return None
+    assert target.mesh is not None
+    devices = target.mesh.shape["model"]
+    repeats, each = source.kv_heads // mapper.source.kv_heads, source.kv_heads // devices
+    found = []
+    for i, head in enumerate(np.repeat(heads, target.kv_heads // mapper.target.kv_heads)):
+        first = i // (target.kv_heads // devices) * each
+        copies = [j for j in range(head * repeats, (head + 1) * repeats) if first <= j < first + each]
+        if not copies:
+            return None
+        found.append(copies[0] - first)
+    return np.asarray(found, np.int32)
 
-    def placed(path: tuple[Any, ...], leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rules.sharding(*axes(path, leaf)))
 
-    return jax.tree_util.tree_map_with_path(placed, mapper)
+def _placed(part: LayerMap, own: np.ndarray | None, mapper: Mapper, source: Rules, target: Rules) -> LayerMap:
+    part = dataclasses.replace(part, here=own is not None)
+    repeats = target.kv_heads // mapper.target.kv_heads
+    arrays: dict[str, jax.Array] = {}
+    for name, axes in part.axes().items():
+        x = np.asarray(getattr(part, name))
+        if axes[0] == "kv_heads":
+            x = own if name == "heads" and own is not None else np.repeat(x, repeats, axis=0)
+        elif own is not None:
+            x = np.repeat(x, source.kv_heads // mapper.source.kv_heads, axis=1)
+        spec = target.spec(*axes)
+        assert target.mesh is not None and spec is not None
+        arrays[name] = jax.device_put(x, NamedSharding(target.mesh, spec))
+    return dataclasses.replace(part, **arrays)  # type: ignore[arg-type]

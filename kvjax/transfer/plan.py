@@ -20,7 +20,6 @@ from kvjax.plan import BYTES, CHUNK, layout_of
 from kvjax.report import Report
 from kvjax.sharding import MeshError, Rules
 from kvjax.transfer.ledger import MapKind, handoff_steps
-from kvjax.transfer.placing import check_heads
 from kvjax.transfer.repair import SPAN, Repair
 
 
@@ -161,14 +160,12 @@ def _layouts(
         raise MeshError(f"mesh {shape[0]}x{shape[1]} needs more devices than the {count} of {on}")
     mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), (jax.sharding.AxisType.Explicit,) * 2)
     layouts = []
-    for config, role, name in zip((source, target), ("source", "target"), names, strict=True):
-        rules = Rules.create(config, mesh)
-        check_heads(config.num_kv_heads, rules, role)
+    for config, name in zip((source, target), names, strict=True):
         if hand.length > config.max_positions:
             raise ValueError(
                 f"{hand.length} tokens exceed the {config.max_positions} positions {name} was made for"
             )
-        layouts.append(layout_of(rules))
+        layouts.append(layout_of(Rules.create(config, mesh)))
     if hand.k > source.num_layers:
         raise ValueError(f"k = {hand.k}: {names[0]} has {source.num_layers} layers")
     repair = hand.repair

@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention import MaskSpec
-from kvjax.cache import KVCache, Rows, commit
+from kvjax.cache import KVCache, commit
 from kvjax.config import ModelConfig
 from kvjax.decode.state import DecodeState
 from kvjax.models import Model
-from kvjax.transfer.geometry import content
 from kvjax.transfer.hidden import map_hidden
-from kvjax.transfer.mapper import Mapper, map_content, map_rows
-from kvjax.transfer.placing import axes
-from kvjax.typing import Array, Int, Params
+from kvjax.transfer.mapper import Mapper, map_rows
+from kvjax.typing import Array, Float, Int, Params
 
 SPAN = 4  # prefill chunks that are mapped at once on accelerators
 
@@ -100,13 +98,11 @@ def map_chunk(
     first = index * chunk
     ids = jax.lax.dynamic_slice_in_dim(state.tokens, first, chunk, axis=1)
     pos = _positions(model, first, ids)
-    read = _read(model, source, first, chunk)
-    rows = list(_mapped(model, mapper, source, read, first, pos))
+    rows = list(map_rows(mapper, source, first, pos, rules=model.rules, choice=model.setting.attention))
     native = [((0, repair.layers), ids)] if repair.layers else []
     if repair.group:
-        assert mapper.hidden is not None
-        entering = mapper.hidden.entering
-        hidden = map_hidden(mapper.hidden, read, pos, mapper.source)
+        hidden = _hidden(model, mapper, source, first, pos)
+        entering = mapper.hidden.entering  # type: ignore[union-attr]
         native.append(((entering, entering + repair.group), hidden))
     cache = state.cache
     for layers, inputs in native:
@@ -123,30 +119,19 @@ def _positions(model: Model, first: jax.Array | int, ids: jax.Array) -> Int[Arra
     return model.rules.reshard(pos, "batch", None)
 
 
-def _read(model: Model, source: KVCache, first: jax.Array, chunk: int) -> Rows:
-    """These rows of the source's cache, on a mesh with all their heads on every device."""
+def _hidden(
+    model: Model, mapper: Mapper, source: KVCache, first: jax.Array, pos: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """What enters the group, of the rows from slot `first`; on a mesh of all their heads on every device."""
+    assert mapper.hidden is not None
 
     def cut(z: jax.Array) -> jax.Array:
-        z = jax.lax.dynamic_slice_in_dim(z, first, chunk, axis=2)
-        return model.rules.reshard(z, "batch", None, None, None)
+        z = jax.lax.dynamic_slice_in_dim(z, first, pos.shape[1], axis=2)
+        z = model.rules.reshard(z, "batch", None, None, None)
+        return z[:, :: z.shape[1] // mapper.source.kv_heads]  # heads that are stored more than once
 
-    return tuple((cut(k), cut(v)) for k, v in zip(source.k, source.v, strict=True))
-
-
-def _mapped(
-    model: Model, mapper: Mapper, source: KVCache, read: Rows, first: jax.Array, pos: Int[Array, "B T"]
-) -> Rows:
-    """Target rows at `pos`; on a mesh each device makes those of its own heads, from `read`."""
-    rules = model.rules
-    if rules.mesh is None:
-        return map_rows(mapper, source, first, pos, choice=model.setting.attention)
-    specs = jax.tree_util.tree_map_with_path(lambda p, x: rules.spec(*axes(p, x)), mapper)
-    row = rules.spec("batch", "kv_heads", None, None)
-    features = content(read, pos, mapper.source)
-    run = rules.local(
-        map_content, (specs, rules.rows(features), rules.rows(pos)), ((row, row),) * len(mapper.maps)
-    )
-    return run(mapper, features, pos)
+    rows = tuple((cut(source.k[i]), cut(source.v[i])) for i in mapper.hidden.layers)
+    return map_hidden(mapper.hidden, rows, pos, mapper.source)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames=("state",))

@@ -15,6 +15,7 @@ from kvjax.config import RopeConfig
 from kvjax.kernels import dispatch
 from kvjax.kernels.kv_map import BACKENDS, Affine, gpu, ref, tpu
 from kvjax.rope import cos_sin, rotate
+from kvjax.sharding import Rules
 from kvjax.transfer.geometry import Geometry
 from kvjax.transfer.mapper import LayerMap, Mapper, map_content, map_rows
 from tests.kernels import map_cases
@@ -101,12 +102,13 @@ def test_rows_of_a_cache_are_mapped_as_their_features(joint: bool, local: bool) 
     want = map_content(
         mapper, jnp.take_along_axis(features, index[:, :, None, None, None, None], axis=1), pos
     )
-    got = map_rows(mapper, cache, index, pos, choice=Choice("cpu"))
-    adjacent = map_rows(mapper, cache, jnp.int32(16), pos[:1].repeat(2, 0), choice=Choice("cpu"))
+    run = functools.partial(map_rows, mapper, cache, rules=Rules(None, 3, ()), choice=Choice("cpu"))
+    got = run(index, pos)
+    adjacent = run(jnp.int32(16), pos[:1].repeat(2, 0))
     for a, b, c in zip(jax.tree.leaves(want), jax.tree.leaves(got), jax.tree.leaves(adjacent), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
         np.testing.assert_allclose(a[0], c[0], atol=2e-5)
-    shifted = map_rows(mapper, cache, index, pos + 1, choice=Choice("cpu"))
+    shifted = run(index, pos + 1)
     assert np.abs(np.asarray(shifted[0][0] - got[0][0])).max() > 0.1
     np.testing.assert_array_equal(shifted[0][1], got[0][1])
 

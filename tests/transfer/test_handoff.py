@@ -16,6 +16,7 @@ import serve
 from kvjax.lm import LM
 from kvjax.transfer import artifact, calibrate, fit, select
 from kvjax.transfer.geometry import Geometry
+from kvjax.transfer.hidden import HiddenMap
 from kvjax.transfer.repair import Repair
 from serve.handoff import Transfer, handoff
 
@@ -205,35 +206,26 @@ def test_interleaved_with_reading_the_state_is_the_same(
             np.testing.assert_array_equal(a[row, :, :end], b[row, :, :end])
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_on_a_mesh_it_is_the_same_hand_off(lm: LM, identity, local: bool) -> None:
-    """Heads over two devices, prompts over two: each maps its own heads from all of the source's."""
+@pytest.mark.parametrize(("local", "shape"), [(False, (2, 2)), (True, (2, 2)), (False, (1, 4))], ids=str)
+def test_on_a_mesh_it_is_the_same_hand_off(lm: LM, identity, local: bool, shape: tuple[int, int]) -> None:
+    """Heads and prompts over devices; on the last mesh each of the two heads is stored twice. With a group too."""
     stats, mapper = identity
-    mesh = kvjax.make_mesh(2, 2)
-    spread = kvjax.load(GOLDEN / "qwen3-tied", mesh=mesh)
+    spread = kvjax.load(GOLDEN / "qwen3-tied", mesh=kvjax.make_mesh(*shape))
     if local:
         layers = select.matching(lm.config.num_layers, lm.config.num_layers)
         mapper = fit.fit(stats, layers, fit.FitConfig(ridge=1e-7, local=True))
-    options = dict(
-        max_new_tokens=4, logprobs=True, size=256, chunk=64, repair=Repair(tail=5, head=2, layers=1)
-    )
-    one, many = (handoff(x, mapper, x, [*PROMPTS, "b"], **options) for x in (lm, spread))
-    assert [g.tokens for g in one] == [g.tokens for g in many]
-    np.testing.assert_allclose(logprobs(one), logprobs(many), atol=1e-4)
-    assert many.program["mesh"] == {"data": 2, "model": 2}
-    with pytest.raises(ValueError, match="were loaded on different meshes"):
-        handoff(lm, mapper, spread, PROMPTS)
-
-
-def test_heads_that_a_mesh_repeats_are_refused_by_name(lm: LM, identity) -> None:
-    from kvjax.sharding import MeshError
-
-    _, mapper = identity
-    spread = kvjax.load(GOLDEN / "qwen3-tied", mesh=kvjax.make_mesh(1, 4))
-    with pytest.raises(
-        MeshError, match="2 KV heads of the .*, but a model axis of 4 stores each 2 times; .* at most 2"
-    ):
-        handoff(spread, mapper, spread, PROMPTS)
+    k, h, width = lm.config.num_kv_heads, lm.config.head_dim, lm.config.hidden
+    weight = np.random.default_rng(0).normal(size=(width, 2, k, h)).astype(np.float32) / 8
+    state = HiddenMap(jnp.asarray(weight), jnp.zeros((2, k, h)), jnp.zeros(width), 1, (1,))
+    mapper = dataclasses.replace(mapper, hidden=state)
+    options = dict(max_new_tokens=4, logprobs=True, size=256, chunk=64)
+    for repair in (Repair(tail=5, head=2, layers=1), Repair(tail=5, group=1)):
+        one, many = (handoff(x, mapper, x, [*PROMPTS, "b"], repair=repair, **options) for x in (lm, spread))
+        assert [g.tokens for g in one] == [g.tokens for g in many]
+        np.testing.assert_allclose(logprobs(one), logprobs(many), atol=1e-4)
+        assert tuple(many.program["mesh"].values()) == shape
+    with pytest.raises(ValueError, match="load both on one mesh"):
+        handoff(lm, mapper, spread, PROMPTS, size=512)
 
 
 def test_moments_are_taken_up_where_they_were_left(lm: LM, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from kvjax.cost import Layout
 from kvjax.decode import loop
 from kvjax.decode.sampler import SamplerProgram
 from kvjax.decode.sources import Plain
-from kvjax.sharding import MeshError, make_mesh
-from kvjax.transfer import placing, select
+from kvjax.sharding import MeshError, Rules, make_mesh
+from kvjax.transfer import select, shapes
 from kvjax.transfer.geometry import Geometry
 from kvjax.transfer.ledger import MapKind, handoff_steps, map_cost
 from kvjax.transfer.plan import Hand, plan_transfer
@@ -49,9 +49,9 @@ def test_flops_are_those_of_the_compiled_programs(kind: MapKind, repair: Repair)
     source, target = config_of("llama-3.1-minitron-4b", 3), config_of("llama-3.1-8b", 4)
     reader, model = (models.build(c, None, "float32", attention="xla") for c in (source, target))
     hidden = (2, target.hidden) if repair.group else None
-    mapper = placing.abstract(
+    mapper = shapes.abstract(
         Geometry.of(source), Geometry.of(target), select.matching(3, 4, kind.k), joint=kind.joint, local=kind.local,
-        dtype="float32", rules=model.rules, hidden=hidden,
+        dtype="float32", reader=reader.rules, rules=model.rules, hidden=hidden,
     )  # fmt: skip
     repair.check(mapper, target)
     tokens, row = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, SIZE), (1,)))
@@ -96,9 +96,9 @@ def test_bytes_are_those_of_the_leaves(shape, joint: bool, local: bool) -> None:
     rules = models.build(
         target, None if shape is None else make_mesh(*shape), "bfloat16", attention="xla"
     ).rules
-    mapper = placing.abstract(
+    mapper = shapes.abstract(
         Geometry.of(source), Geometry.of(target), select.matching(5, 6, 3), joint=joint, local=local, dtype="bfloat16",
-        rules=rules, hidden=(4, target.hidden),
+        reader=Rules.create(source, rules.mesh), rules=rules, hidden=(4, target.hidden),
     )  # fmt: skip
     here = lambda x: int(np.prod(x.shape if x.sharding is None else x.sharding.shard_shape(x.shape))) * 2  # noqa: E731
     layout = plan.layout_of(rules)

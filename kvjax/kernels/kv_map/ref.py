@@ -34,7 +34,7 @@ def kv_map(
     Args:
       sources: J arrays [B, k, S, h], layers of a source cache (keys or values).
       affine: the map; its J blocks in the order of `sources`.
-      start: [] int32, first slot; start + T <= S.
+      start: [] int32, first slot, a multiple of T as a prompt chunk's is; start + T <= S.
       unturn: [B, 2, T, h/2] float32, the cosine and sine that undo the source's rotation of these rows.
       turn: [B, 2, T, H/2] float32, those of the target's rotation, or None for values.
       keys: per source array whether it holds rotated keys.

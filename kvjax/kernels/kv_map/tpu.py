@@ -67,7 +67,7 @@ def kv_map(
     keys: tuple[bool, ...],
     interpret: bool = False,
 ) -> jax.Array:
-    """As `ref.kv_map`; `start` must be a multiple of the number of rows, as a prompt chunk's is."""
+    """As `ref.kv_map`."""
     weight, mean, bias, scale, chosen = affine
     count, (batch, k, _, h), rows = len(sources), sources[0].shape, unturn.shape[2]
     kv, width, inner = weight.shape
