@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache import View, write
+from kvjax.kernels import dispatch
+from kvjax.kernels.dispatch import Backend
 from kvjax.sharding import Rules
 from kvjax.typing import Array, Bool, Float, Int, typed
 
@@ -69,29 +69,7 @@ class MaskSpec:
         return seen
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """A `block_attention` implementation: a module, imported only for its platform (None: any), since Pallas alone
-    costs half a second of a start."""
-
-    name: str
-    module: str
-    platform: str | None = None
-
-    def is_supported(self, q: Any, k: Any, *, platform: str, device_kind: str = "") -> str | None:
-        """None, or a sentence saying why q [B, K, R, H] and k [B, K, S, H] cannot be served on this device."""
-        if self.platform not in (None, platform):
-            return f"the {self.platform.upper()} kernel runs on no other platform, and the device is a {platform}"
-        return self._load().is_supported(q, k, platform=platform, device_kind=device_kind)
-
-    def run(self, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-        return self._load().block_attention(*args, **kwargs)
-
-    def _load(self) -> ModuleType:
-        return importlib.import_module(f"kvjax.kernels.block_attention.{self.module}")
-
-
-BACKENDS = (Backend("tpu", "tpu", "tpu"), Backend("gpu", "gpu", "gpu"), Backend("xla", "ref"))
+BACKENDS = dispatch.backends("block_attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,16 +86,8 @@ class Choice:
         Raises:
           ValueError: the named backend is unknown or does not support this call, with its reason.
         """
-        named = [b for b in BACKENDS if self.name in (None, b.name)]
-        if not named:
-            raise ValueError(
-                f"unknown attention backend {self.name!r}; known: {', '.join(b.name for b in BACKENDS)}"
-            )
-        for backend in named:
-            reason = backend.is_supported(q, k, platform=self.platform, device_kind=self.device_kind)
-            if reason is None:
-                return backend
-        raise ValueError(f"attention backend {self.name!r} cannot be used: {reason}")
+        where = {"platform": self.platform, "device_kind": self.device_kind}
+        return dispatch.choose("attention", BACKENDS, q, k, name=self.name, **where)
 
 
 @typed

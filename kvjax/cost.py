@@ -13,7 +13,7 @@ Everything can be had per device of a (`data`, `model`) mesh by giving a `Layout
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvjax.config import ModelConfig
 
@@ -54,10 +54,15 @@ class Part:
         """The least that must cross the memory bus."""
         return self.weight_bytes + self.kv_read + self.kv_write
 
+    def __add__(self, other: Part) -> Part:
+        return Part(
+            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one step costs one device, by component (`COMPONENTS`) and as a whole.
+    """What one step costs one device, by component (`COMPONENTS`, or what a map has) and as a whole.
 
     reduced: bytes of the partial sums that `model` devices add up between them (o_proj, down_proj).
     """
@@ -132,7 +137,7 @@ def memory(
 ) -> Memory:  # fmt: skip
     """What one device holds for `batch` sequences of `size` cache slots."""
     kv = layout.kv_heads or config.num_kv_heads
-    local = _share(batch, layout.data)
+    local = share(batch, layout.data)
     slots = 2 * config.num_layers * local * kv // layout.heads_over * size * config.head_dim
     weights = sum(parameters(config, layout).values()) * dtype_bytes
     return Memory(weights, slots * (kv_bytes or dtype_bytes), local * size * 4)
@@ -158,7 +163,7 @@ def step_cost(
         layout.model,
     )
     wide = kv_bytes or dtype_bytes
-    batch = _share(batch, layout.data)
+    batch = share(batch, layout.data)
     tokens, whole = batch * rows, layers if head else layers - 1  # layers that are computed to their end
     # slots the block of rows sees, by layer
     seen = [context if w is None else min(context, w - 1 + rows) for w in config.windows]
@@ -198,7 +203,34 @@ def step_cost(
     return Cost(parts, reduced=sums * tokens * d * dtype_bytes)
 
 
-def _share(batch: int, data: int) -> int:
+def prefill_steps(
+    config: ModelConfig, *, batch: int, length: int, chunk: int, span: tuple[int, int] | None = None,
+    dtype_bytes: int = 2, layout: Layout = Layout(),
+) -> list[Cost]:  # fmt: skip
+    """The chunks in which `length` tokens are read into an empty cache; span: (first, end), through these layers only,
+    from their hidden states where first is not 0."""
+    first, end = span or (0, config.num_layers)
+    part = dataclasses.replace(config, num_layers=end - first, windows=config.windows[first:end])
+    how = {"batch": batch, "rows": chunk, "head": False, "dtype_bytes": dtype_bytes, "layout": layout}
+    steps = [step_cost(part, context=i * chunk, **how) for i in range(-(-length // chunk))]  # type: ignore[arg-type]
+    if first:
+        steps = [dataclasses.replace(step, parts={**step.parts, "embed": Part()}) for step in steps]
+    return steps
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """What several steps cost together."""
+    parts: dict[str, Part] = {}
+    reduced = 0
+    for cost in costs:
+        for name, part in cost.parts.items():
+            parts[name] = parts.get(name, Part()) + part
+        reduced += cost.reduced
+    return Cost(parts, reduced)
+
+
+def share(batch: int, data: int) -> int:
+    """Sequences a device has of a batch. Raises ValueError where they do not divide."""
     if batch < 1 or batch % data:
         raise ValueError(f"batch {batch} does not divide over a data axis of {data}")
     return batch // data

@@ -24,7 +24,7 @@ from kvjax.sharding import MeshError, Rules
 
 CHUNK = 256  # what serving takes on accelerators
 CONTEXT = 32768
-_BYTES = {"bfloat16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def plan(
     ):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if dtype not in _BYTES:
+    if dtype not in BYTES:
         raise ValueError(f"dtype {dtype!r} is not supported; use float32 or bfloat16")
     context = min(CONTEXT, config.max_positions) if context is None else context
     if context > config.max_positions:
@@ -198,7 +198,7 @@ def plan(
     check_room(size=size, length=1, rows=width)
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     rules = Rules.create(config, jax.sharding.AbstractMesh(shape, ("data", "model"), explicit))
-    layout, each = layout_of(rules), _BYTES[dtype]
+    layout, each = layout_of(rules), BYTES[dtype]
     steps = []
     for name, rows in (("prefill", chunk), ("round", width)):
         head = name == "round"
@@ -214,7 +214,7 @@ def plan(
             "config": config, "target": target, "mesh": shape, "batch": batch, "size": size,
             "width": width, "chunk": chunk, "dtype": dtype, "sampled": sampled,
         }  # fmt: skip
-        told = aot.ask(request, progress=sys.stderr.isatty() if progress is None else progress)
+        told = aot.ask("steps", request, progress=sys.stderr.isatty() if progress is None else progress)
         steps = [dataclasses.replace(step, compiled=told[step.name]) for step in steps]
     return Plan(model, found, shape, batch, size, chunk, width, dtype, held, tuple(steps), missing)
 

@@ -45,6 +45,7 @@ class Result:
 
     timings: seconds of prepare, prefill (all chunks), decode and total. compiles: backend compilations during the
     call; cache_hits: programs read from the persistent cache instead. program: the shape identity is promised in.
+    warnings: what makes the answers doubtful, in sentences.
     """
 
     generations: tuple[Generation, ...]
@@ -52,6 +53,7 @@ class Result:
     compiles: int
     cache_hits: int
     program: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Generation]:
         return iter(self.generations)
@@ -126,6 +128,7 @@ class _Run:
         self.finished: dict[int, Generation] = {}
         self.timings = {"prepare": time.perf_counter() - began, "prefill": 0.0, "decode": 0.0}
         self.compiles = self.hits = 0
+        self.warnings: tuple[str, ...] = ()
 
     def events(self, every: int) -> Iterator[Event]:
         lm, source, batch = self.lm, self.source, self.batch
@@ -213,7 +216,7 @@ class _Run:
             "mesh": None if self.lm.model.rules.mesh is None else dict(self.lm.model.rules.mesh.shape),
         }  # fmt: skip
         answers = tuple(self.finished[b] for b in range(batch.count))
-        return Result(answers, self.timings, self.compiles, self.hits, program)
+        return Result(answers, self.timings, self.compiles, self.hits, program, self.warnings)
 
 
 def _host(state: DecodeState, *, logprobs: bool, drafted: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,15 +16,19 @@ from kvjax.decode.sources import Plain, Stateless
 from kvjax.decode.state import DecodeState
 from kvjax.lm import LM
 from kvjax.transfer import artifact
+from kvjax.transfer.geometry import Geometry
 from kvjax.transfer.mapper import Mapper
-from kvjax.transfer.repair import Repair, hand_over
+from kvjax.transfer.placing import place
+from kvjax.transfer.repair import Repair, finish, map_chunk, span
 from serve.generate import Result, _Run
 from serve.requests import Options
+
+log = logging.getLogger("kvjax")
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A map with its manifest, checked against the two models."""
+    """A map with its manifest, checked against the two models and laid out on their mesh."""
 
     mapper: Mapper
     manifest: artifact.Manifest
@@ -33,10 +38,11 @@ class Transfer:
         """
         Raises:
           kvjax.transfer.artifact.ArtifactError: damaged, or made for other models.
+          kvjax.sharding.MeshError: the models are on different meshes.
         """
         mapper, manifest = artifact.load(directory, dtype=dtype)
         artifact.check(manifest, source, target)
-        return cls(mapper, manifest)
+        return cls(place(mapper, source.model.rules, target.model.rules), manifest)
 
 
 def handoff(
@@ -54,10 +60,12 @@ def handoff(
       mapper: a `Transfer` (checked against the models) or a bare `Mapper`.
       options: as for `serve.generate`; a draft source must not need the target's features or a prompt of its own.
 
-    Returns: as `serve.generate`; `timings` has read (source), map (with its repair) and decode.
+    Returns: as `serve.generate`; `timings` has read (source, with what is mapped meanwhile), map (the rest of it, and
+      the repair) and decode. `warnings` says when a prompt is longer than the texts the map was fitted on.
 
     Raises:
-      ValueError: another tokenizer or geometry, a parameter that cannot be served.
+      ValueError: models the map was not made for, or swapped; a parameter that cannot be served.
+      kvjax.sharding.MeshError: the models are on different meshes.
     """
     run = _Handoff(source, mapper, target, prompts, repair, **options)
     for _ in run.events(2**31 - 1 if not any(run.batch.stop) else 8):
@@ -75,50 +83,70 @@ class _Handoff(_Run):
                 f"draft source {type(self.source).__name__} needs features of every prompt token, which a handoff does"
                 " not compute"
             )
-        mapper = mapper.mapper if isinstance(mapper, Transfer) else mapper
-        geometry = artifact.Party.of(source).geometry, artifact.Party.of(target).geometry
-        if (mapper.source, mapper.target) != geometry:
-            raise ValueError(
-                f"the map goes from {mapper.source} to {mapper.target}, the models are {geometry}"
-            )
-        if (
-            source.tokenizer is None
-            or target.tokenizer is None
-            or source.tokenizer.hash != target.tokenizer.hash
-        ):
-            raise ValueError(
-                f"{source.id} and {target.id} have different tokenizers; use `align` to cross them"
-            )
-        if repair.layers > target.config.num_layers:
-            raise ValueError(
-                f"repair.layers = {repair.layers}: {target.id} has {target.config.num_layers} layers"
-            )
+        if isinstance(mapper, Transfer):
+            artifact.check(mapper.manifest, source, target)
+            self.warnings = _too_long(mapper.manifest, self.batch.length)
+            mapper = mapper.mapper
+        else:
+            _check(mapper, source, target)
+            mapper = place(mapper, source.model.rules, target.model.rules)
+        repair.check(mapper, target.config)
         self.reader, self.mapper, self.repair = source, mapper, repair
         self.timings = {"prepare": self.timings["prepare"], "read": 0.0, "map": 0.0, "decode": 0.0}
 
     def _read(self) -> DecodeState:
-        batch, reader = self.batch, self.reader
-        longest = int(batch.length.max())
+        """Each span of the prompt is given to be mapped as soon as its last chunk is given to be read; nothing waits in
+        between, so on an accelerator the host is ahead of both. "read" ends with the last row read, "map" is what is
+        left then."""
+        batch, reader, lm, repair = self.batch, self.reader, self.lm, self.repair
+        model = lm.model
+        once = span(model, batch.chunk, batch.tokens.shape[1])
+        rows = max(int(batch.length.max()) - repair.tail, 0)
+        chunks = -(-rows // batch.chunk)
         with self._device("read", reader):
-            state = loop.start(
+            read = loop.start(
                 reader.model, Plain(), SamplerProgram(), (), batch.tokens, batch.length, batch.idle
             )
-            for i in range(-(-max(longest - self.repair.tail, 0) // batch.chunk)):
-                state = loop.prefill(
-                    reader.model, Plain(), batch.chunk, reader.params, (), state, np.int32(i)
-                )
-            cache = jax.block_until_ready(state.cache)
         with self._device("map"):
             state = loop.start(
-                self.lm.model,
-                self.source,
-                batch.program,
-                self.draft_params,
-                batch.tokens,
-                batch.length,
-                batch.idle,
+                model, self.source, batch.program, self.draft_params, batch.tokens, batch.length, batch.idle
             )
-            state = hand_over(
-                self.lm.model, self.repair, batch.chunk, self.lm.params, self.mapper, cache, state, longest
-            )
-            return jax.block_until_ready(state)
+        for i in range(chunks):
+            with self._device("read", reader):
+                read = loop.prefill(reader.model, Plain(), batch.chunk, reader.params, (), read, np.int32(i))
+            done = (i + 1) * batch.chunk
+            if done % once == 0 or i == chunks - 1:
+                at = np.int32((done - 1) // once)
+                with self._device("map"):
+                    state = map_chunk(model, repair, once, lm.params, self.mapper, read.cache, state, at)
+        with self._device("read", reader):
+            jax.block_until_ready(read)
+        with self._device("map"):
+            return jax.block_until_ready(finish(model, repair, lm.params, state))
+
+
+def _too_long(manifest: artifact.Manifest, length: np.ndarray) -> tuple[str, ...]:
+    """One sentence if prompts go beyond what the map was fitted on, which is logged as well."""
+    longest, most = manifest.longest, int(length.max())
+    if most <= longest:
+        return ()
+    said = (
+        f"a prompt of {most} tokens: the map was fitted on texts of at most {longest}, and is unproved beyond"
+    )
+    log.warning(said)
+    return (said,)
+
+
+def _check(mapper: Mapper, source: LM, target: LM) -> None:
+    """
+    Raises:
+      ValueError: the map cannot go from `source` to `target`.
+    """
+    models = Geometry.of(source.config), Geometry.of(target.config)
+    made = mapper.source, mapper.target
+    if made == models[::-1] != models:
+        raise ValueError(f"the map goes the other way: {source.id} and {target.id} are swapped")
+    if made != models:
+        raise ValueError(f"the map goes from {made[0]} to {made[1]}, the models are {models}")
+    if not source.tokenizer or not target.tokenizer or source.tokenizer.hash != target.tokenizer.hash:
+        raise ValueError(f"{source.id} and {target.id} have different tokenizers; use `align` to cross them")

@@ -87,7 +87,8 @@ def test_memory_is_that_of_the_leaves(shape, heads, variant):
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("qwen3-0.6b", 596), ("qwen3-4b", 4022), ("qwen3-8b", 8191), ("qwen3-32b", 32762), ("qwen2.5-0.5b", 494),
-     ("qwen2.5-3b", 3086), ("llama-3.1-8b", 8030), ("llama-3.1-70b", 70554), ("smollm2-135m", 134.5)],
+     ("qwen2.5-3b", 3086), ("llama-3.1-8b", 8030), ("llama-3.1-70b", 70554), ("smollm2-135m", 134.5),
+     ("llama-3.1-minitron-4b", 4510)],
 )  # fmt: skip
 def test_parameter_counts_are_the_published_ones(name: str, millions: float):
     assert sum(cost.parameters(config_of(name)).values()) / 1e6 == pytest.approx(millions, rel=1e-3)

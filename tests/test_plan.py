@@ -167,9 +167,9 @@ def test_the_child_process_answers_or_its_end_is_reported():
         "dtype": "bfloat16",
     }  # fmt: skip
     with pytest.raises(aot.CompileError, match="unknown target 'v9'"):
-        aot.ask({**request, "target": "v9"}, progress=False)
+        aot.ask("steps", {**request, "target": "v9"}, progress=False)
     with pytest.raises(aot.CompileError, match=r"compiling for h100 ended with status 1: .*nonsense"):
-        aot.ask({**request, "target": "h100", "nonsense": 1}, progress=False)
+        aot.ask("steps", {**request, "target": "h100", "nonsense": 1}, progress=False)
 
 
 def test_status_line_goes_away(capsys):

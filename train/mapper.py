@@ -76,7 +76,7 @@ class MapperTask:
         self.options = options = parse(MapperOptions, config.options, "mapper")
         self.source, self.target = kvjax.load(options.source), kvjax.load(options.target)
         calibrate.same_tokens(self.source, self.target)
-        self.start, self.manifest = artifact.load(data / options.start)
+        self.start, self.manifest = artifact.load(data / options.start, dtype="float32")
         artifact.check(self.manifest, self.source, self.target)
         self.cuts = {}
         for phase in config.phases:

@@ -1,4 +1,4 @@
-"""`kvjax` commands that run models: pull, generate, demo, plan, check, bench."""
+"""`kvjax` commands that run models: pull, generate, demo, plan, plan-transfer, check, bench."""
 
 from __future__ import annotations
 
@@ -192,6 +192,49 @@ def plan(model: str, target: str, ledger: bool, revision: str | None, as_json: b
     name, config = planning.find(model, revision)
     answer = planning.plan(config, target, model=name, compile=not ledger, **options)
     click.echo(json.dumps(answer.to_json()) if as_json else answer.to_text())
+
+
+@main.command("plan-transfer")
+@click.argument("source")
+@click.argument("target")
+@click.option("--on", required=True, help="Accelerators, for example v5e-8, v5p-16, v6e-8 or h100.")
+@click.option("-k", default=4, help="Source layers each target layer reads.")
+@click.option("--separate", is_flag=True, help="Keys read keys and values read values.")
+@click.option("--local", is_flag=True, help="Each target head reads one source head.")
+@click.option("--tail", default=32, help="Last prompt tokens the target reads itself.")
+@click.option("--head", default=0, help="First prompt tokens it reads itself.")
+@click.option("--first-layers", default=0, help="First layers it computes itself, for all tokens.")
+@click.option("--group", default=0, help="Layers it computes from a mapped hidden state.")
+@click.option("--length", default=8192, help="Tokens of a prompt.")
+@click.option("--batch", default=1, help="Prompts at once.")
+@click.option("--chunk", default=256, help="Prompt tokens of a native prefill step.")
+@click.option("--mesh", type=MeshShape(), help="[default: 1x(all devices of the target)]")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", help="Of weights and caches.")
+@click.option("--map-dtype", type=click.Choice(DTYPES), default="bfloat16", help="Of the map's weights.")
+@click.option(
+    "--bar", type=float, help="Demand this share of native prefill at most; exits 1 when it is missed."
+)
+@click.option("--ledger", is_flag=True, help="Compile nothing; print what the configurations alone say.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def plan_transfer(
+    source: str, target: str, on: str, separate: bool, tail: int, head: int, first_layers: int, group: int,
+    bar: float | None, ledger: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Say what handing a prompt from SOURCE to TARGET costs against reading it natively, on accelerators not here.
+
+    No weights are read; both may be known geometries (llama-3.1-minitron-4b, llama-3.1-8b). The programs are compiled
+    if the compiler of the accelerators is installed (BUILD.md).
+    """
+    from kvjax import plan as planning
+    from kvjax.transfer import plan as pairs
+    from kvjax.transfer.repair import Repair
+
+    (a, reader), (b, speaker) = (planning.find(name) for name in (source, target))
+    hand = pairs.Hand(joint=not separate, repair=Repair(tail, head, first_layers, group), **options)
+    report = pairs.plan_transfer(reader, speaker, on, hand, names=(a, b), bar=bar, compile=not ledger)
+    click.echo(report.as_json() if as_json else report.as_text())
+    if not report.ok:
+        raise click.exceptions.Exit(1)
 
 
 @main.command()

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 @click.option(
     "--separate", is_flag=True, help="Keys read keys and values read values; otherwise both read both."
 )
+@click.option("--hidden", type=int, help="Also fit what enters this target layer, for handoff --group.")
 @click.option("--length", default=512, help="Tokens of a calibration text.")
 @click.option("--sequences", default=200, help="Calibration texts.")
 @click.option("--every", default=1, help="Take one token in so many.")
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--map-dtype",
-    type=click.Choice(("float32", "bfloat16")),
+    type=click.Choice(("float32", "bfloat16", "int8")),
     default="float32",
     help="Of the stored weights.",
 )
@@ -101,6 +102,9 @@ def fit(
 @click.option("--head", default=0, help="First prompt tokens the target reads itself.")
 @click.option("--first-layers", default=0, help="First layers the target computes itself, for all tokens.")
 @click.option(
+    "--group", default=0, help="Layers it computes from the hidden state the map gives (fit --hidden)."
+)
+@click.option(
     "--exact",
     is_flag=True,
     help="The target reads everything too, and takes back what it disagrees with.",
@@ -118,6 +122,7 @@ def handoff(
     tail: int,
     head: int,
     first_layers: int,
+    group: int,
     exact: bool,
     temperature: float,
     seed: int,
@@ -133,7 +138,7 @@ def handoff(
 
     reader, speaker = _both(loading, source, target)
     transfer = Transfer.load(map_, reader, speaker)
-    repair = Repair(tail, head, first_layers)
+    repair = Repair(tail, head, first_layers, group)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     course = None
     if exact:
@@ -149,6 +154,7 @@ def handoff(
     report |= dataclasses.asdict(result.generations[0]) | {
         "timings": result.timings,
         "program": result.program,
+        "warnings": result.warnings,
     }
     if course is not None:
         report["course"] = dataclasses.asdict(course)

@@ -84,15 +84,17 @@ class Model:
     def forward(
         self, params: Params, inputs: jax.Array, pos: jax.Array, cache: KVCache | None = None,
         mask: MaskSpec = MaskSpec(), *, taps: tuple[int, ...] = (), logits: bool = True, at: jax.Array | None = None,
-        depth: int | None = None,
+        span: tuple[int, int] | None = None,
     ) -> Output:  # fmt: skip
         """See `Decoder.__call__`. Pure; call it inside jit (and inside `rules.context()` on a mesh)."""
         for tap in taps:
             if not 0 <= tap < self.config.num_layers:
                 raise ValueError(f"tap {tap} is not a layer of this model (0..{self.config.num_layers - 1})")
-        if depth is not None and (logits or not 0 < depth <= self.config.num_layers):
-            raise ValueError(f"depth {depth}: of {self.config.num_layers} layers, and without logits")
-        return self.bind(params)(inputs, pos, cache, mask, taps=taps, logits=logits, at=at, depth=depth)
+        if span is not None and (logits or not 0 <= span[0] < span[1] <= self.config.num_layers):
+            raise ValueError(
+                f"span {span}: layers (first, end) of {self.config.num_layers}, and without logits"
+            )
+        return self.bind(params)(inputs, pos, cache, mask, taps=taps, logits=logits, at=at, span=span)
 
     def hidden(
         self, params: Params, inputs: jax.Array, pos: jax.Array, *, remat: bool = False

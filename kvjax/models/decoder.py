@@ -8,6 +8,7 @@ groups together. Flax NNX defines the modules; what crosses a jit boundary is a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -156,7 +157,8 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, inputs: jax.Array, pos: jax.Array, cache: KVCache | None, mask: MaskSpec, *,
-        taps: tuple[int, ...] = (), logits: bool = True, at: jax.Array | None = None, depth: int | None = None,
+        taps: tuple[int, ...] = (), logits: bool = True, at: jax.Array | None = None,
+        span: tuple[int, int] | None = None,
     ) -> Output:  # fmt: skip
         """T new tokens behind the cache, which stays valid as it is.
 
@@ -166,31 +168,27 @@ class Decoder(nnx.Module):
           taps: 0-based layers whose outputs are returned, concatenated in the order given.
           logits: compute the head (float32) for all T rows.
           at: pos[:, 0] as a scalar where all rows share it.
-          depth: run only the first layers, without the head; the others' slots of the cache are left alone.
+          span: (first, end): run layers first..end-1 only, on `inputs` as they enter layer `first`, without the head.
+            `rows` are those layers'; the others' slots of the cache are left alone.
         """
-        config, setting = self.config, self.setting
-        x = self._embed(inputs)
-        cos, sin = cos_sin(pos, config.rope, config.head_dim)
-        rows, written, tapped = [], [], {}
-        for i, layer in enumerate(self.layers[:depth]):
-            view = None if cache is None else cache.view(i)
-            x, new, put = layer(
-                x, cos, sin, view, pos, mask, config.windows[i] if config.windows else None, at
-            )
+        first, end = span or (0, len(self.layers))
+        rows, put, tapped = [], [], {}
+        for i, _, x, new, written in self._walk(self._embed(inputs), pos, cache, mask, at, (first, end)):
             rows.append(new)
-            written += [] if put is None else [put]
+            put += [] if written is None else [written]
             if i in taps:
                 tapped[i] = x
         out = None
         if logits:
             with jax.named_scope("head"):
-                out = linear(rms_norm(x, self.norm[...], config.eps), self.head, setting, dtype=jnp.float32)
+                normed = rms_norm(x, self.norm[...], self.config.eps)
+                out = linear(normed, self.head, self.setting, dtype=jnp.float32)
         features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
         after = None
-        if cache is not None and written:
-            done = len(written)
-            k, v = tuple(w.k for w in written), tuple(w.v for w in written)
-            after = KVCache(k + cache.k[done:], v + cache.v[done:], cache.filled)
+        if cache is not None and put:
+            k, v = list(cache.k), list(cache.v)
+            k[first:end], v[first:end] = [w.k for w in put], [w.v for w in put]
+            after = KVCache(tuple(k), tuple(v), cache.filled)
         return Output(out, tuple(rows), features, after)
 
     def hidden(self, inputs: jax.Array, pos: jax.Array, *, remat: bool = False) -> jax.Array:
@@ -198,30 +196,37 @@ class Decoder(nnx.Module):
 
         remat: keep only the layers' inputs for the backward pass, and compute the rest again there.
         """
-        config = self.config
-        x = self._embed(inputs)
-        cos, sin = cos_sin(pos, config.rope, config.head_dim)
-        for i, layer in enumerate(self.layers):
-            window = config.windows[i] if config.windows else None
-
-            def run(x: jax.Array, layer: Layer = layer, window: int | None = window) -> jax.Array:
-                return layer(x, cos, sin, None, pos, MaskSpec(), window, None)[0]
-
-            x = (jax.checkpoint(run) if remat else run)(x)
-        return rms_norm(x, self.norm[...], config.eps)
+        *_, last = self._walk(self._embed(inputs), pos, remat=remat)
+        return rms_norm(last[2], self.norm[...], self.config.eps)
 
     def queries(self, inputs: jax.Array, pos: jax.Array) -> tuple[jax.Array, ...]:
         """Per layer the rotated queries [B, T, K', G', H] of whole sequences, to measure what a cache does to them."""
         config, found = self.config, []
-        x = self._embed(inputs)
         cos, sin = cos_sin(pos, config.rope, config.head_dim)
-        for i, layer in enumerate(self.layers):
+        for i, x, *_ in self._walk(self._embed(inputs), pos):
+            layer = self.layers[i]
             # The layer computes the same projection again; compiled together it is one.
             found.append(layer.attn.heads(rms_norm(x, layer.input_layernorm[...], config.eps), cos, sin)[0])
-            x = layer(
-                x, cos, sin, None, pos, MaskSpec(), config.windows[i] if config.windows else None, None
-            )[0]
         return tuple(found)
+
+    def _walk(
+        self, x: jax.Array, pos: jax.Array, cache: KVCache | None = None, mask: MaskSpec = MaskSpec(),
+        at: jax.Array | None = None, span: tuple[int, int] | None = None, remat: bool = False,
+    ) -> Iterator[tuple[int, jax.Array, jax.Array, tuple[jax.Array, jax.Array], View | None]]:  # fmt: skip
+        """The layers of `span`, one after the other: (layer, its input, its output, its rows, its view of the cache
+        with them written or None)."""
+        config = self.config
+        cos, sin = cos_sin(pos, config.rope, config.head_dim)
+        for i in range(*span or (0, len(self.layers))):
+            view = None if cache is None else cache.view(i)
+            window = config.windows[i] if config.windows else None
+
+            def run(x: jax.Array, layer: Layer = self.layers[i], view=view, window=window):
+                return layer(x, cos, sin, view, pos, mask, window, at)
+
+            before = x
+            x, rows, written = (jax.checkpoint(run) if remat else run)(x)
+            yield i, before, x, rows, written
 
     @property
     def head(self) -> jax.Array:

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
@@ -18,9 +17,10 @@ import safetensors.numpy
 
 from kvjax.config import RopeConfig
 from kvjax.lm import LM
+from kvjax.transfer import hidden
 from kvjax.transfer.calibrate import fingerprint
 from kvjax.transfer.geometry import Geometry
-from kvjax.transfer.mapper import LayerMap, Mapper
+from kvjax.transfer.mapper import DTYPES, LayerMap, Mapper, converted
 
 FORMAT = 1
 MANIFEST, WEIGHTS, SUMS = "manifest.json", "weights.safetensors", "SHA256SUMS"
@@ -65,25 +65,36 @@ class Manifest:
 
 
 def save(directory: str | Path, mapper: Mapper, manifest: Manifest, *, dtype: str = "float32") -> Path:
-    """Write the map, whole or not at all; weights in `dtype`, means and biases in float32.
+    """Write the map, whole or not at all; weights in `dtype` (see `kvjax.transfer.mapper.converted`), the rest float32.
 
     Raises:
-      ArtifactError: `directory` exists and is not empty, an unknown dtype, a geometry that is not the models'.
+      ArtifactError: `directory` exists and is not empty, an unknown dtype, a geometry that is not the models', a map
+        laid out for a mesh.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ArtifactError(f"{directory}: exists; nothing is overwritten")
-    if dtype not in ("float32", "bfloat16"):
-        raise ArtifactError(f"dtype {dtype!r} is not one of float32, bfloat16")
+    if dtype not in DTYPES:
+        raise ArtifactError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if (mapper.source, mapper.target) != (manifest.source.geometry, manifest.target.geometry):
         raise ArtifactError("the map's geometry is not that of the models in its manifest")
+    if any(m.here or m.key.shape[0] != mapper.target.kv_heads for m in mapper.maps):
+        raise ArtifactError("the map is laid out for a mesh; store the one it was made from")
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".part"))
     try:
         part.chmod(0o755)
-        safetensors.numpy.save_file(_tensors(mapper, dtype), part / WEIGHTS)
+        local = mapper.maps[0].heads is not None
+        shapes = _shapes(mapper.source, mapper.target, mapper.layers, mapper.joint, local, dtype)
+        tensors = _tensors(converted(mapper, dtype), shapes) | hidden.tensors(mapper.hidden, dtype)
+        safetensors.numpy.save_file(tensors, part / WEIGHTS)
         about = {"format": FORMAT, **dataclasses.asdict(manifest), "ridge": RIDGE, "joint": mapper.joint}
-        about |= {"layers": mapper.layers, "local": mapper.maps[0].heads is not None, "dtype": dtype}
+        about |= {
+            "layers": mapper.layers,
+            "local": local,
+            "dtype": dtype,
+            "hidden": hidden.about(mapper.hidden),
+        }
         (part / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
         sums = "".join(f"{_sha256(part / name)}  {name}\n" for name in (MANIFEST, WEIGHTS))
         (part / SUMS).write_text(sums, "utf-8")
@@ -98,7 +109,7 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
     """Read a map; every byte is checked against SHA256SUMS.
 
     Args:
-      dtype: of the weights in memory; None keeps the file's.
+      dtype: of the weights in memory (`kvjax.transfer.mapper.converted`); None keeps the file's.
 
     Raises:
       ArtifactError: a file or field that is missing, damaged or of an unknown format.
@@ -114,11 +125,12 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
             source, target, about["method"], about["options"], about["calibration"], about["metrics"]
         )
         layers = tuple(tuple(chosen) for chosen in about["layers"])
-        joint, local = about["joint"], about["local"]
+        joint, local, stored, state = about["joint"], about["local"], about["dtype"], about.get("hidden")
     except (KeyError, TypeError) as error:
         raise ArtifactError(f"{directory / MANIFEST}: missing or unknown field {error}") from None
     tensors = safetensors.numpy.load_file(directory / WEIGHTS)
-    wanted = _shapes(source.geometry, target.geometry, layers, joint, local)
+    wanted = _shapes(source.geometry, target.geometry, layers, joint, local, stored)
+    wanted |= hidden.shapes(state, source.geometry)
     faults = [
         f"{name}: shape {list(tensors[name].shape)}, expected {list(shape)}"
         if name in tensors
@@ -132,16 +144,15 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
     ]
     if faults:
         raise ArtifactError(f"{directory / WEIGHTS}: {'; '.join(faults)}")
-    maps = []
+    maps, out = [], (target.geometry.kv_heads, target.geometry.head_dim)
     for i in range(target.geometry.layers):
-        leaves: dict[str, jax.Array | None] = {"heads": None}
-        for field in dataclasses.fields(LayerMap):
-            name = f"layers.{i}.{field.name}"
-            if name in tensors:
-                weight = field.name in ("key", "value") and dtype is not None
-                leaves[field.name] = jnp.asarray(tensors[name], dtype if weight else None)
-        maps.append(LayerMap(**leaves))  # type: ignore[arg-type]
-    return Mapper(tuple(maps), source.geometry, target.geometry, layers, joint), manifest
+        prefix = f"layers.{i}."
+        mine = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        mine |= {name: mine[name].reshape(*out, -1) for name in ("key", "value")}
+        maps.append(LayerMap(**{name: jnp.asarray(x) for name, x in mine.items()}))
+    part = hidden.read(state, tensors, dtype)
+    mapper = Mapper(tuple(maps), source.geometry, target.geometry, layers, joint, part)
+    return mapper if dtype is None else converted(mapper, dtype), manifest
 
 
 def check(manifest: Manifest, source: LM, target: LM) -> None:
@@ -181,20 +192,18 @@ def _differences(stored: Party, given: Party) -> list[str]:
     return faults
 
 
-def _tensors(mapper: Mapper, dtype: str) -> dict[str, np.ndarray]:
-    tensors = {}
-    for i, part in enumerate(mapper.maps):
-        for field in dataclasses.fields(LayerMap):
-            x = getattr(part, field.name)
-            if x is not None:
-                kind = jnp.dtype(dtype) if field.name in ("key", "value") else x.dtype
-                tensors[f"layers.{i}.{field.name}"] = np.ascontiguousarray(np.asarray(x).astype(kind))
-    return tensors
+def _tensors(mapper: Mapper, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    return {
+        f"layers.{i}.{name}": np.ascontiguousarray(np.asarray(x).reshape(shapes[f"layers.{i}.{name}"]))
+        for i, part in enumerate(mapper.maps)
+        for name, x in part.arrays().items()
+    }
 
 
 def _shapes(
-    source: Geometry, target: Geometry, layers: tuple[tuple[int, ...], ...], joint: bool, local: bool
-) -> dict[str, tuple[int, ...]]:
+    source: Geometry, target: Geometry, layers: tuple[tuple[int, ...], ...], joint: bool, local: bool, dtype: str
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """Of every tensor in the file; weights stand there with their inputs' axes apart."""
     shapes: dict[str, tuple[int, ...]] = {}
     out = (target.kv_heads, target.head_dim)
     for i, chosen in enumerate(layers):
@@ -208,6 +217,8 @@ def _shapes(
             "value_mean": grid,
         }
         named |= {"key_bias": out, "value_bias": out}
+        if dtype == "int8":
+            named |= {"key_scale": out, "value_scale": out}
         if local:
             named["heads"] = (target.kv_heads,)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in named.items()}

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from kvjax.transfer.moments import (
     Moments,
     Statistics,
     abstract,
-    empty,
     memory,
     statistics,
     update,
@@ -68,36 +68,61 @@ def same_tokens(source: LM, target: LM) -> None:
 @functools.partial(jax.jit, static_argnums=0)
 def features(model: Model, params: Params, ids: Int[Array, "B T"]) -> Float[Array, "B T L 2 K H"]:
     """Content features of whole texts: what the cache holds after reading `ids`."""
+    return _read(model, params, ids, ())[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def features_and_hidden(
+    model: Model, params: Params, ids: Int[Array, "B T"], entering: int
+) -> tuple[Float[Array, "B T L 2 K H"], Float[Array, "B T D"]]:
+    """(`features`, the hidden state that enters layer `entering` >= 1)."""
+    found, state = _read(model, params, ids, (entering - 1,))
+    assert state is not None
+    return found, state
+
+
+def _read(
+    model: Model, params: Params, ids: jax.Array, taps: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array | None]:
     pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    out = model.forward(params, ids, pos, logits=False)
-    return content(out.rows, pos, Geometry.of(model.config))
+    out = model.forward(params, ids, pos, logits=False, taps=taps)
+    return content(out.rows, pos, Geometry.of(model.config)), out.taps
 
 
 def collect(
     source: LM, target: LM, texts: Texts, *, length: int = 512, batch: int = 4, sequences: int = 200,
-    every: int = 1, joint: bool = True, keep: Path | None = None, progress: bool | None = None,
+    every: int = 1, joint: bool = True, hidden: int | None = None, keep: Path | None = None,
+    progress: bool | None = None,
 ) -> Statistics:  # fmt: skip
     """Moments of both models' caches over `sequences` texts of `length` tokens.
 
     Args:
       every: take one token in so many (neighbouring tokens tell much the same).
+      hidden: also take in the hidden state that enters this target layer (`kvjax.transfer.fit.fit_hidden`).
       keep: a file the moments are saved in about once a minute and at the end; a pass that was interrupted goes on
         from it, and a finished one is read back. It is refused if it was made with other models or options.
 
     Raises:
-      CalibrationError: different tokenizers, no text of `length` tokens, rows that are not finite (over 1 %).
+      CalibrationError: different tokenizers, no text of `length` tokens, rows that are not finite (over 1 %), a
+        hidden state there is not.
     """
     same_tokens(source, target)
     geometries = Geometry.of(source.config), Geometry.of(target.config)
-    size = memory(*geometries, joint=joint)
+    how: dict[str, Any] = {
+        "joint": joint,
+        "hidden": None if hidden is None else (hidden, target.config.hidden),
+    }
+    size = memory(*geometries, **how)
     log.info(
         "moments of %s and %s take %.2f GB, twice that while they are updated",
         source.id,
         target.id,
         size / 1e9,
     )
-    tag = identity(source, target, length=length, batch=batch, every=every, joint=joint, texts=texts)
-    moments, done = _restore(keep, tag, *geometries, joint)
+    asked = {"length": length, "batch": batch, "every": every, "joint": joint}
+    asked |= {} if hidden is None else {"hidden": hidden}
+    tag = identity(source, target, texts=texts, **asked)
+    moments, done = _restore(keep, tag, abstract(*geometries, **how))
     weight = jnp.broadcast_to((jnp.arange(length) % every == every - 1).astype(jnp.float32), (batch, length))
     bar = tqdm(
         total=sequences, initial=min(done * batch, sequences), unit="text", desc="moments",
@@ -112,8 +137,12 @@ def collect(
             ids, group, taken = jnp.asarray(np.stack(group)), [], taken + 1
             if taken <= done:
                 continue
-            x, y = features(source.model, source.params, ids), features(target.model, target.params, ids)
-            moments = update(moments, x, y, weight)
+            x, state = features(source.model, source.params, ids), None
+            if hidden is None:
+                y = features(target.model, target.params, ids)
+            else:
+                y, state = features_and_hidden(target.model, target.params, ids, hidden)
+            moments = update(moments, x, y, weight, state)
             bar.update(batch)
             if keep is not None and time.monotonic() - saved > 60:
                 _save(keep, tag, moments, taken)
@@ -141,14 +170,20 @@ def identity(source: LM, target: LM, *, texts: Texts, **options: Any) -> str:
     return json.dumps({**models, **options, "texts": digest.hexdigest()}, sort_keys=True)
 
 
+_FINGERPRINTS: weakref.WeakKeyDictionary[LM, str] = weakref.WeakKeyDictionary()
+
+
 def fingerprint(lm: LM) -> str:
-    """A hash of a sample of every weight, the same on any device and mesh: tells two checkpoints apart."""
+    """A hash of a sample of every weight, the same on any device and mesh: tells two checkpoints apart. Taken once of
+    a loaded model."""
+    if lm in _FINGERPRINTS:
+        return _FINGERPRINTS[lm]
     digest = hashlib.sha256()
     for name, leaf in zip(lm.model.names, lm.params, strict=True):
         flat = leaf.reshape(-1)
         some = np.asarray(flat[:: max(flat.size // 64, 1)][:64], np.float32)
         digest.update(name.encode() + str(leaf.shape).encode() + some.tobytes())
-    return digest.hexdigest()
+    return _FINGERPRINTS.setdefault(lm, digest.hexdigest())
 
 
 def _save(path: Path, tag: str, moments: Moments, taken: int) -> None:
@@ -161,11 +196,9 @@ def _save(path: Path, tag: str, moments: Moments, taken: int) -> None:
     part.replace(path)
 
 
-def _restore(
-    path: Path | None, tag: str, source: Geometry, target: Geometry, joint: bool
-) -> tuple[Moments, int]:
+def _restore(path: Path | None, tag: str, shapes: Moments) -> tuple[Moments, int]:
     if path is None or not path.exists():
-        return empty(source, target, joint=joint), 0
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), 0
     try:
         with np.load(path, allow_pickle=False) as stored:
             old, taken = str(stored["tag"]), int(stored["taken"])
@@ -179,5 +212,4 @@ def _restore(
             f"{path}: made with other {', '.join(differing)}; remove it or name another file"
         )
     log.info("%s: going on after %d batches", path, taken)
-    shapes = abstract(source, target, joint=joint)
     return jax.tree.unflatten(jax.tree.structure(shapes), [jnp.asarray(x) for x in leaves]), taken

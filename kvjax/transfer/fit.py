@@ -6,8 +6,11 @@ to that covariance (not to the sum over rows), so it means the same for any numb
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +18,9 @@ import scipy.linalg
 import scipy.optimize
 
 from kvjax.transfer.geometry import CHANNELS
-from kvjax.transfer.mapper import LayerMap, Mapper
-from kvjax.transfer.moments import CalibrationError, Statistics
+from kvjax.transfer.hidden import HiddenMap
+from kvjax.transfer.mapper import LayerMap, Mapper, converted
+from kvjax.transfer.moments import CalibrationError, HiddenStatistics, Statistics
 
 log = logging.getLogger("kvjax")
 METHODS = ("ridge", "recolour")
@@ -67,7 +71,7 @@ def _target_mean(stats: Statistics, layer: int, channel: int) -> np.ndarray:
 
 
 def _layer(stats, layer, chosen, channel, heads, config) -> tuple[np.ndarray, np.ndarray]:
-    """(weight [K, H, J, k, h] or [K, H, J, h], mean [J, k, h])."""
+    """(weight [K, H, P], mean [J, k, h]); P = J k h, or J h of a head-local map."""
     source, target = stats.source, stats.target
     group, index = stats.inputs(chosen, channel)
     _, out = stats.outputs(layer, channel)
@@ -76,31 +80,79 @@ def _layer(stats, layer, chosen, channel, heads, config) -> tuple[np.ndarray, np
     if heads is None:
         cut = index, out, slice(None)
         weight = _solve(stats, group, *cut, layer, channel, config)
-        return weight.reshape(target.kv_heads, target.head_dim, *grid.shape), mean
+        return weight.reshape(target.kv_heads, target.head_dim, -1), mean
     parts = []
     for head in range(target.kv_heads):
         own = slice(head * target.head_dim, (head + 1) * target.head_dim)
         weight = _solve(stats, group, grid[:, heads[head]].reshape(-1), out[own], own, layer, channel, config)
-        parts.append(weight.reshape(target.head_dim, len(grid), source.head_dim))
+        parts.append(weight)
     return np.stack(parts), mean
 
 
 def _solve(stats, group, index, out, own, layer, channel, config) -> np.ndarray:
     """[outputs, inputs]: the map of centred inputs to centred outputs."""
-    where = f"target layer {layer}, {CHANNELS[channel]}s"
+    xy = stats.xy[group][np.ix_(index, out)]
+    with _naming(stats, index, f"target layer {layer}, {CHANNELS[channel]}s"):
+        xx, level = _inputs(stats, group, index, config.ridge)
+        if config.method == "ridge":
+            return _ridge(xx, xy, level)
+        yy = stats.yy[layer, channel][own, own]
+        return _recolour(xx, xy, yy, level)
+
+
+def fit_hidden(stats: Statistics, layers: tuple[int, ...], *, ridge: float = 1e-3) -> HiddenMap:
+    """The map from these source layers to the hidden state in `stats`.
+
+    Raises:
+      CalibrationError: no hidden state was collected; fewer rows than inputs, or singular moments at ridge 0.
+    """
+    part = _hidden(stats)
+    _, index = stats.inputs(layers, 0)
+    with _naming(stats, index, f"hidden state entering target layer {part.entering}"):
+        xx, level = _inputs(stats, 0, index, ridge)
+        weight = _ridge(xx, part.xh[index], level)
+    grid = (len(index) // stats.source.width, stats.source.kv_heads, stats.source.head_dim)
+    single = functools.partial(jnp.asarray, dtype=jnp.float32)
+    mean = stats.mean_x[0, index].reshape(grid)
+    return HiddenMap(
+        single(weight.reshape(-1, *grid)), single(mean), single(part.mean), part.entering, layers
+    )
+
+
+def held_out_hidden(part: HiddenMap, stats: Statistics) -> float:
+    """R^2 of the mapped hidden state on other data; see `held_out`."""
+    truth = _hidden(stats)
+    _, index = stats.inputs(part.layers, 0)
+    weight, mean, bias = (np.asarray(z, np.float64) for z in (part.weight, part.mean, part.bias))
+    weight = weight.reshape(len(bias), -1)
+    total = truth.variance.sum()
+    off = truth.mean - bias - weight @ (stats.mean_x[0, index] - mean.reshape(-1))
+    xx = stats.xx[0][np.ix_(index, index)]
+    return explained(weight, xx, truth.xh[index], np.full((1, 1), total)) - float(off @ off / total)
+
+
+def _hidden(stats: Statistics) -> HiddenStatistics:
+    if stats.hidden is None:
+        raise CalibrationError("these moments hold no hidden state; collect them with `hidden`")
+    return stats.hidden
+
+
+def _inputs(stats: Statistics, group: int, index: np.ndarray, ridge: float) -> tuple[np.ndarray, float]:
+    """(covariance of these inputs, the ridge added to it)."""
+    xx = stats.xx[group][np.ix_(index, index)]
+    return xx, ridge * np.trace(xx) / len(index)
+
+
+@contextlib.contextmanager
+def _naming(stats: Statistics, index: np.ndarray, where: str) -> Iterator[None]:
+    """A solve of these inputs, whose faults are told with what is being fitted."""
     if stats.rows < len(index):
         raise CalibrationError(
             f"{where}: {stats.rows} rows of calibration for {len(index)} inputs; use more text, fewer source layers,"
             " or head-local maps"
         )
-    xx = stats.xx[group][np.ix_(index, index)]
-    xy = stats.xy[group][np.ix_(index, out)]
-    level = config.ridge * np.trace(xx) / len(index)
     try:
-        if config.method == "ridge":
-            return _ridge(xx, xy, level)
-        yy = stats.yy[layer, channel][own, own]
-        return _recolour(xx, xy, yy, level)
+        yield
     except np.linalg.LinAlgError as error:
         raise CalibrationError(f"{where}: the moments are singular ({error}); use a larger ridge") from None
 
@@ -150,7 +202,8 @@ def assign_heads(stats: Statistics, layer: int, chosen: tuple[int, ...]) -> np.n
 
 
 def explained(weight: np.ndarray, xx: np.ndarray, xy: np.ndarray, yy: np.ndarray) -> float:
-    """R^2 of a centred linear map on the data behind these covariances: 1 - E|y - Wx|^2 / E|y|^2."""
+    """R^2 of a centred linear map on the data behind these covariances: 1 - E|y - Wx|^2 / E|y|^2. Of yy only the trace
+    counts."""
     residual = np.trace(yy) - 2 * np.sum(weight.T * xy) + np.sum((weight @ xx) * weight)
     return float(1 - residual / np.trace(yy))
 
@@ -158,7 +211,7 @@ def explained(weight: np.ndarray, xx: np.ndarray, xy: np.ndarray, yy: np.ndarray
 def held_out(mapper: Mapper, stats: Statistics) -> np.ndarray:
     """[L, 2] R^2 of `mapper`'s keys and values on other data: `stats` come from text it was not fitted on, and the
     map's own means are used, so a shift of the mean counts as error."""
-    result = np.zeros((stats.target.layers, 2))
+    mapper, result = converted(mapper, "float32"), np.zeros((stats.target.layers, 2))
     for layer, (part, chosen) in enumerate(zip(mapper.maps, mapper.layers, strict=True)):
         heads = None if part.heads is None else np.asarray(part.heads)
         for channel in (0, 1):
@@ -184,8 +237,8 @@ def dense(weight: np.ndarray, heads: np.ndarray | None, grid: tuple[int, ...]) -
     """[K H, J k h]: a layer's weight with the zeros of a head-local one written out."""
     if heads is None:
         return weight.reshape(weight.shape[0] * weight.shape[1], -1)
-    k, h, j, width = weight.shape
-    full = np.zeros((k, h, j, grid[1], width), weight.dtype)
+    k, h, _ = weight.shape
+    full = np.zeros((k, h, *grid), weight.dtype)
     for head in range(k):
-        full[head, :, :, heads[head]] = weight[head]
+        full[head, :, :, heads[head]] = weight[head].reshape(h, grid[0], grid[2])
     return full.reshape(k * h, -1)

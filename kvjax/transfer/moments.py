@@ -25,6 +25,19 @@ class CalibrationError(ValueError):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class HiddenMoments:
+    """Sums of the hidden state, D wide, that enters target layer `entering`, about `shift`. h, hh [D]: it and its
+    square; xh [P, D]: against all inputs of the one group."""
+
+    shift: jax.Array
+    h: jax.Array
+    xh: jax.Array
+    hh: jax.Array
+    entering: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Moments:
     """Sums over rows, about `shift`. P = L 2 K H of the source, Q of the target, C channel groups.
 
@@ -44,26 +57,52 @@ class Moments:
     xx: jax.Array
     xy: jax.Array
     yy: jax.Array
+    hidden: HiddenMoments | None = None
 
 
-def memory(source: Geometry, target: Geometry, *, joint: bool) -> int:
+def memory(source: Geometry, target: Geometry, *, joint: bool, hidden: tuple[int, int] | None = None) -> int:
     """Bytes of the moments of a pair."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract(source, target, joint=joint)))
+    shapes = abstract(source, target, joint=joint, hidden=hidden)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
-def abstract(source: Geometry, target: Geometry, *, joint: bool) -> Moments:
-    """Shapes of the moments of a pair (float32)."""
+def abstract(
+    source: Geometry, target: Geometry, *, joint: bool, hidden: tuple[int, int] | None = None
+) -> Moments:
+    """Shapes of the moments of a pair (float32). hidden: (layer, D) to take in what enters that target layer too.
+
+    Raises:
+      CalibrationError: `hidden` of a layer there is not, or without `joint`.
+    """
+    if hidden is not None:
+        if not joint:
+            raise CalibrationError(
+                "a hidden state is explained by keys and values together: moments must be joint"
+            )
+        if not 0 < hidden[0] < target.layers:
+            raise CalibrationError(
+                f"hidden state entering layer {hidden[0]}: the target has layers 0..{target.layers - 1}, and what"
+                " enters layer 0 is the embedding"
+            )
     groups = 1 if joint else 2
     p, q = (2 * g.layers * g.width // groups for g in (source, target))
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    part = None
+    if hidden is not None:
+        layer, d = hidden
+        part = HiddenMoments(shape((d,)), shape((d,)), shape((p, d)), shape((d,)), entering=layer)
     return Moments(
         shape(()), shape(()), shape((groups, p)), shape((groups, q)), shape((groups, p)), shape((groups, q)),
         shape((groups, p, p)), shape((groups, p, q)), shape((target.layers, 2, target.width, target.width)),
+        part,
     )  # fmt: skip
 
 
-def empty(source: Geometry, target: Geometry, *, joint: bool) -> Moments:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), abstract(source, target, joint=joint))
+def empty(
+    source: Geometry, target: Geometry, *, joint: bool, hidden: tuple[int, int] | None = None
+) -> Moments:
+    shapes = abstract(source, target, joint=joint, hidden=hidden)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -72,10 +111,13 @@ def update(
     x: Float[Array, "B T L 2 K H"],
     y: Float[Array, "B T M 2 J I"],
     weight: Float[Array, "B T"],
+    hidden: Float[Array, "B T D"] | None = None,
 ) -> Moments:
     """Take in the rows with weight 1 (0 leaves a row out); rows that are not finite are counted and left out."""
     groups = moments.x.shape[0]
     finite = jnp.isfinite(x).all((2, 3, 4, 5)) & jnp.isfinite(y).all((2, 3, 4, 5))
+    if hidden is not None:
+        finite &= jnp.isfinite(hidden).all(2)
     taken = weight * finite
     kept = taken.reshape(-1, 1) > 0
     xs, ys = (jnp.where(kept[None], _by_group(z, groups), 0) for z in (x, y))  # [C, rows, .]
@@ -89,11 +131,19 @@ def update(
     product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     layers, _, width, _ = moments.yy.shape
     by_layer = _by_layer(ys, layers, width)
+    old, new = moments.hidden, None
+    if old is not None:
+        assert hidden is not None
+        hs = jnp.where(kept, hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32), 0)
+        shift = jnp.where(first, hs.sum(0) / jnp.maximum(count, 1), old.shift)
+        hs = (hs - shift) * rows[0]
+        xh = old.xh + product("ri,rj->ij", xs[0], hs)
+        new = HiddenMoments(shift, old.h + hs.sum(0), xh, old.hh + (hs * hs).sum(0), old.entering)
     return Moments(
         moments.rows + count, moments.skipped + (weight * ~finite).sum(), shift_x, shift_y,
         moments.x + xs.sum(1), moments.y + ys.sum(1),
         moments.xx + product("cri,crj->cij", xs, xs), moments.xy + product("cri,crj->cij", xs, ys),
-        moments.yy + product("rlci,rlcj->lcij", by_layer, by_layer),
+        moments.yy + product("rlci,rlcj->lcij", by_layer, by_layer), new,
     )  # fmt: skip
 
 
@@ -115,6 +165,17 @@ def _by_layer(ys: jax.Array, layers: int, width: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
+class HiddenStatistics:
+    """Of the hidden state that enters target layer `entering`: mean and variance [D], its covariance with the inputs
+    [P, D]."""
+
+    entering: int
+    mean: np.ndarray
+    xh: np.ndarray
+    variance: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Statistics:
     """Means and covariances, float64 on the host. Layout as in `Moments`; `blocks` finds a layer's features."""
 
@@ -127,6 +188,7 @@ class Statistics:
     xx: np.ndarray
     xy: np.ndarray
     yy: np.ndarray
+    hidden: HiddenStatistics | None = None
 
     @property
     def joint(self) -> bool:
@@ -174,8 +236,13 @@ def statistics(
     by_layer = (
         dy.reshape(2, layers, width).transpose(1, 0, 2) if len(dy) == 2 else dy.reshape(layers, 2, width)
     )
+    hidden, part = None, host.hidden
+    if part is not None:
+        dh = part.h / rows
+        xh = part.xh / rows - dx[0, :, None] * dh
+        hidden = HiddenStatistics(part.entering, part.shift + dh, xh, part.hh / rows - dh * dh)
     return Statistics(
         rows, skipped, source, target, host.shift_x + dx, host.shift_y + dy,
         host.xx / rows - dx[:, :, None] * dx[:, None], host.xy / rows - dx[:, :, None] * dy[:, None],
-        host.yy / rows - by_layer[..., :, None] * by_layer[..., None, :],
+        host.yy / rows - by_layer[..., :, None] * by_layer[..., None, :], hidden,
     )  # fmt: skip

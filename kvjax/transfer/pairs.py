@@ -12,7 +12,7 @@ from kvjax.lm import LM
 from kvjax.report import Report
 from kvjax.transfer import artifact, calibrate, select, weighted
 from kvjax.transfer.fit import METHODS as fit_methods
-from kvjax.transfer.fit import FitConfig, fit, held_out
+from kvjax.transfer.fit import FitConfig, fit, fit_hidden, held_out, held_out_hidden
 from kvjax.transfer.moments import CalibrationError
 from kvjax.typing import Texts
 
@@ -27,7 +27,8 @@ class FitOptions:
     explained alone) or "matching" (same relative depth and its neighbours). method: of
     `kvjax.transfer.fit.FitConfig`, as are ridge and local, or "weighted" (`kvjax.transfer.weighted`). joint: keys and
     values explain both. length, sequences, every, batch: of the calibration text (`kvjax.transfer.calibrate.collect`;
-    "weighted" takes every token). held: texts of the held-out figures."""
+    "weighted" takes every token). held: texts of the held-out figures. hidden: also fit the hidden state that enters
+    this target layer, from the source layers of its rows."""
 
     k: int = 4
     layers: str = "explained"
@@ -41,6 +42,7 @@ class FitOptions:
     batch: int = 4
     held: int = 16
     dtype: str = "float32"
+    hidden: int | None = None
 
     def __post_init__(self) -> None:
         if self.layers not in SELECTIONS:
@@ -68,7 +70,7 @@ def fit_pair(
     began = time.perf_counter()
     how: dict[str, Any] = {
         "length": options.length, "batch": options.batch, "every": options.every, "joint": options.joint,
-        "progress": progress,
+        "hidden": options.hidden, "progress": progress,
     }  # fmt: skip
     stats = calibrate.collect(source, target, texts, sequences=options.sequences, keep=keep, **how)
     read = time.perf_counter() - began
@@ -84,30 +86,30 @@ def fit_pair(
         )  # fmt: skip
     else:
         mapper = fit(stats, layers, FitConfig(options.ridge, options.method, options.local))
+    if options.hidden is not None:
+        part = fit_hidden(stats, layers[options.hidden], ridge=options.ridge)
+        mapper = dataclasses.replace(mapper, hidden=part)
     solved = time.perf_counter() - began
     try:
-        explained = held_out(mapper, calibrate.collect(source, target, held, sequences=options.held, **how))
+        other = calibrate.collect(source, target, held, sequences=options.held, **how)
     except CalibrationError as error:
         raise CalibrationError(f"held-out texts: {error}") from None
+    explained = held_out(mapper, other)
     key, value = (float(x) for x in explained.mean(0))
     calibration = {
         "data": data, "rows": stats.rows, "skipped": stats.skipped, "longest": options.length,
         "sequences": options.sequences, "every": options.every,
     }  # fmt: skip
     metrics = {"held_out_texts": options.held, "r2_key": key, "r2_value": value}
-    chosen = {k: getattr(options, k) for k in ("k", "layers", "ridge", "local", "joint")}
+    if mapper.hidden is not None:
+        metrics["r2_hidden"] = held_out_hidden(mapper.hidden, other)
+    chosen = {k: getattr(options, k) for k in ("k", "layers", "ridge", "local", "joint", "hidden")}
     manifest = artifact.Manifest(
         artifact.Party.of(source), artifact.Party.of(target), options.method, chosen, calibration, metrics
     )
     artifact.save(out, mapper, manifest, dtype=options.dtype)
     report = Report(f"map from {source.id} to {target.id}", {"out": str(out), **calibration, **chosen})
-    report.facts |= {
-        "weights": mapper.size,
-        "read_s": read,
-        "solve_s": solved,
-        "r2_key": key,
-        "r2_value": value,
-    }
+    report.facts |= {"weights": mapper.size, "read_s": read, "solve_s": solved, **metrics}
     for layer, (r2, picked) in enumerate(zip(explained, layers, strict=True)):
         report.row(
             "explained", layer=layer, source=" ".join(map(str, picked)), key=float(r2[0]), value=float(r2[1])

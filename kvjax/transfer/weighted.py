@@ -227,8 +227,7 @@ def fit(
                 weight = _ridge(xx, xy, config.ridge * np.trace(xx) / p)  # [H, P]
                 # The map subtracts the plain means; what the weighted centre is off by goes into the bias.
                 found[f"{name}_bias"].append(mean_y[layer, channel, head] + dy - weight @ dx)
-                shape = grid.shape if heads is None else (len(grid), grid.shape[-1])
-                found[name].append(weight.reshape(-1, *shape))
+                found[name].append(weight)
             found[f"{name}_mean"] = [grid]
         leaves: list[Any] = [jnp.asarray(np.stack(found[n]), jnp.float32) for n in ("key", "value")]
         leaves += [jnp.asarray(found[f"{n}_mean"][0], jnp.float32) for n in ("key", "value")]

@@ -15,6 +15,8 @@ import kvjax
 import serve
 from kvjax.lm import LM
 from kvjax.transfer import artifact, calibrate, fit, select
+from kvjax.transfer.geometry import Geometry
+from kvjax.transfer.hidden import HiddenMap
 from kvjax.transfer.repair import Repair
 from serve.handoff import Transfer, handoff
 
@@ -128,6 +130,9 @@ def test_a_map_is_refused_for_other_models(lm: LM, identity, tmp_path: Path) -> 
     artifact.check(pair, lm, other)
     with pytest.raises(artifact.ArtifactError, match="source and target are swapped"):
         artifact.check(pair, other, lm)
+    # A map that was checked when it was loaded is checked again with the models it is used with.
+    with pytest.raises(artifact.ArtifactError, match="target .*weights: not those of"):
+        handoff(lm, loaded, other, PROMPTS, max_new_tokens=1)
     with pytest.raises(artifact.ArtifactError, match="nothing is overwritten"):
         artifact.save(tmp_path / "map", mapper, manifest)
     weights = tmp_path / "map" / "weights.safetensors"
@@ -136,6 +141,91 @@ def test_a_map_is_refused_for_other_models(lm: LM, identity, tmp_path: Path) -> 
     weights.write_bytes(data)
     with pytest.raises(artifact.ArtifactError, match="weights.safetensors: damaged"):
         artifact.load(tmp_path / "map")
+
+
+def test_a_bare_map_the_wrong_way_round_is_told(lm: LM, identity) -> None:
+    _, mapper = identity
+    other = kvjax.load(GOLDEN / "qwen3-untied")
+    there = dataclasses.replace(mapper, target=Geometry.of(other.config))
+    with pytest.raises(ValueError, match="goes the other way: .*qwen3-untied and .*qwen3-tied are swapped"):
+        handoff(other, there, lm, PROMPTS)
+    with pytest.raises(ValueError, match="the map goes from .* the models are"):
+        handoff(other, mapper, lm, PROMPTS)
+    with pytest.raises(ValueError, match="repair.group = 1: the map has no hidden state"):
+        handoff(lm, mapper, lm, PROMPTS, repair=Repair(group=1))
+
+
+def test_a_prompt_longer_than_the_calibration_is_told_once(lm: LM, identity, caplog) -> None:
+    stats, mapper = identity
+    party = artifact.Party.of(lm)
+    longest = len(lm.tokenizer.encode(PROMPTS[1]))
+    manifest = artifact.Manifest(party, party, "ridge", {}, {"rows": stats.rows, "longest": longest}, {})
+    transfer = Transfer(mapper, manifest)
+    options = dict(max_new_tokens=2, size=256)
+    with caplog.at_level("WARNING", "kvjax"):
+        assert handoff(lm, transfer, lm, PROMPTS[1:], **options).warnings == ()
+        assert not caplog.records
+        said = handoff(lm, transfer, lm, [PROMPTS[0]] * 2, **options).warnings
+    count = len(lm.tokenizer.encode(PROMPTS[0]))
+    assert said == (
+        f"a prompt of {count} tokens: the map was fitted on texts of at most {longest}, and is unproved beyond",
+    )
+    assert [record.getMessage() for record in caplog.records] == list(said)
+    assert serve.generate(lm, PROMPTS[:1], max_new_tokens=1).warnings == ()
+
+
+@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize("once", [1, 2])
+def test_interleaved_with_reading_the_state_is_the_same(
+    lm: LM, identity, monkeypatch, chunk: int, once: int
+) -> None:
+    """Bit for bit the state that mapping the finished source cache gives, whatever is mapped at once."""
+    from kvjax.decode import loop
+    from kvjax.decode.sampler import SamplerProgram
+    from kvjax.decode.sources import Plain
+    from kvjax.transfer.repair import hand_over
+    from serve import handoff as module
+
+    _, mapper = identity
+    monkeypatch.setattr(module, "span", lambda model, chunk, size: once * chunk)
+    repair = Repair(tail=3, head=5, layers=1)
+    run = module._Handoff(lm, mapper, lm, PROMPTS, repair, size=256, chunk=chunk, max_new_tokens=4)
+    made = run._read()
+    batch = run.batch
+    begin = lambda: loop.start(  # noqa: E731
+        lm.model, Plain(), SamplerProgram(), (), batch.tokens, batch.length, batch.idle
+    )
+    read = begin()
+    longest = int(batch.length.max())
+    for i in range(-(-longest // chunk)):
+        read = loop.prefill(lm.model, Plain(), chunk, lm.params, (), read, np.int32(i))
+    whole = hand_over(lm.model, repair, once * chunk, lm.params, mapper, read.cache, begin(), longest)
+    np.testing.assert_array_equal(made.cache.filled, whole.cache.filled)
+    for a, b in zip((*made.cache.k, *made.cache.v), (*whole.cache.k, *whole.cache.v), strict=True):
+        for row, end in enumerate(np.asarray(made.cache.filled)):
+            np.testing.assert_array_equal(a[row, :, :end], b[row, :, :end])
+
+
+@pytest.mark.parametrize(("local", "shape"), [(False, (2, 2)), (True, (2, 2)), (False, (1, 4))], ids=str)
+def test_on_a_mesh_it_is_the_same_hand_off(lm: LM, identity, local: bool, shape: tuple[int, int]) -> None:
+    """Heads and prompts over devices; on the last mesh each of the two heads is stored twice. With a group too."""
+    stats, mapper = identity
+    spread = kvjax.load(GOLDEN / "qwen3-tied", mesh=kvjax.make_mesh(*shape))
+    if local:
+        layers = select.matching(lm.config.num_layers, lm.config.num_layers)
+        mapper = fit.fit(stats, layers, fit.FitConfig(ridge=1e-7, local=True))
+    k, h, width = lm.config.num_kv_heads, lm.config.head_dim, lm.config.hidden
+    weight = np.random.default_rng(0).normal(size=(width, 2, k, h)).astype(np.float32) / 8
+    state = HiddenMap(jnp.asarray(weight), jnp.zeros((2, k, h)), jnp.zeros(width), 1, (1,))
+    mapper = dataclasses.replace(mapper, hidden=state)
+    options = dict(max_new_tokens=4, logprobs=True, size=256, chunk=64)
+    for repair in (Repair(tail=5, head=2, layers=1), Repair(tail=5, group=1)):
+        one, many = (handoff(x, mapper, x, [*PROMPTS, "b"], repair=repair, **options) for x in (lm, spread))
+        assert [g.tokens for g in one] == [g.tokens for g in many]
+        np.testing.assert_allclose(logprobs(one), logprobs(many), atol=1e-4)
+        assert tuple(many.program["mesh"].values()) == shape
+    with pytest.raises(ValueError, match="load both on one mesh"):
+        handoff(lm, mapper, spread, PROMPTS, size=512)
 
 
 def test_moments_are_taken_up_where_they_were_left(lm: LM, tmp_path: Path) -> None:

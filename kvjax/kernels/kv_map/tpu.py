@@ -1,9 +1,10 @@
 """`kv_map` as a Mosaic TPU kernel.
 
-Grid (output tiles, B, row tiles), output tiles outermost: a tile of the weights, [J k h, tile], is fetched once and
-stays while all rows pass. Each step reads the rows of all J source layers for one row tile, un-rotates and centres them
-in float32 in VMEM, and accumulates J k products of [rows, h] with [h, tile]; rotation and bias are its epilogue.
-Source rows are read once per output tile and written nowhere on the way.
+Grid (output tiles, B, row tiles), output tiles outermost: a tile of the weights, [tile, P], is fetched once and stays
+while all rows pass. Each step reads the rows of all J source layers for one row tile, un-rotates and centres them in
+float32 in VMEM, and accumulates J k products of [rows, h] with [tile, h] transposed; scale, bias and rotation are its
+epilogue. Source rows are read once per output tile and written nowhere on the way. Of a head-local map an output tile
+is one target head, and its index maps fetch the one source head it reads.
 
 Rotations are whole-width: x cos + roll(x, h/2) sin with the sine's first half negated, so no register is split.
 """
@@ -11,6 +12,7 @@ Rotations are whole-width: x cos + roll(x, h/2) sin with the sine's first half n
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,63 +21,86 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.kernels.kv_map import Affine
+
 LANES = 128
-ROW_TILE = 256
-# Of one tile in VMEM, of which two are held; 16 MB is what a kernel gets unasked.
-WEIGHT_BYTES, SOURCE_BYTES = 3 << 20, 3 << 20
+ROW_TILE = 512
+# Of one tile in VMEM, of which two are held. A tile of a single head may be larger, up to the limit of all together,
+# which leaves room on the smallest generation (v5p, 64 MB).
+WEIGHT_BYTES, SOURCE_BYTES, LIMIT = 4 << 20, 6 << 20, 48 << 20
 
 
-def is_supported(source: Any, weight: Any, *, rows: int, platform: str, device_kind: str = "") -> str | None:
+def is_supported(
+    sources: Sequence[Any], affine: Affine, *, rows: int, platform: str, device_kind: str = ""
+) -> str | None:
     """Returns None if the kernel takes these arrays on this device, else the reason as a sentence."""
     if platform != "tpu":
         return f"the TPU kernel runs on TPUs, and the device is a {platform}"
-    for name, width in (("source", source.shape[-1]), ("target", weight.shape[1])):
+    if any(old in device_kind for old in ("v2", "v3", "v4")):
+        return f"the TPU kernel holds a head's weights in vector memory; TPU v5 or newer can, {device_kind} cannot"
+    for name, width in (("source", sources[0].shape[-1]), ("target", affine.weight.shape[1])):
         if width % LANES:
             return (
                 f"the TPU kernel takes head dimensions that are multiples of {LANES}; the {name}'s is {width}"
             )
-    if rows % 8 or source.shape[2] % rows:
-        return f"the TPU kernel maps rows in tiles; {rows} rows of {source.shape[2]} slots do not divide"
+    if sources[0].dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernel reads float32 and bfloat16 caches, not {sources[0].dtype}"
+    step = _row_step(sources)
+    if rows % step or sources[0].shape[2] % rows:
+        return (
+            f"the TPU kernel maps rows in tiles of a multiple of {step} that divide the cache;"
+            f" {rows} rows of {sources[0].shape[2]} slots do not"
+        )
+    need = _tiles(sources, affine, rows)[-1]
+    if need > LIMIT:
+        return f"the TPU kernel would need {need >> 20} MB of vector memory for one head, of {LIMIT >> 20}"
     return None
 
 
 def kv_map(
     sources: Sequence[jax.Array],
-    weight: jax.Array,
-    mean: jax.Array,
-    bias: jax.Array,
+    affine: Affine,
     start: jax.Array,
-    unturn: jax.Array | None,
+    unturn: jax.Array,
     turn: jax.Array | None,
     *,
-    rows: int,
     keys: tuple[bool, ...],
     interpret: bool = False,
 ) -> jax.Array:
-    """As `ref.kv_map`; `start` must be a multiple of `rows`, as a prompt chunk's is."""
-    count, (batch, k, _, h) = len(sources), sources[0].shape
-    kv, width = weight.shape[:2]
-    tile = _row_tile(rows, count * k * h * sources[0].dtype.itemsize)
-    packed = weight.transpose(2, 3, 4, 0, 1).reshape(count * k, h, kv * width)
-    heads = _heads_a_tile(kv, width, count * k * h * weight.dtype.itemsize)
-    out_tile = heads * width
-    full = jnp.zeros((batch, rows, 2, h), jnp.float32) if unturn is None else _whole(unturn, inverse=True)
-    last = jnp.zeros((batch, rows, 2, width), jnp.float32) if turn is None else _whole(turn, inverse=False)
+    """As `ref.kv_map`."""
+    weight, mean, bias, scale, chosen = affine
+    count, (batch, k, _, h), rows = len(sources), sources[0].shape, unturn.shape[2]
+    kv, width, inner = weight.shape
+    tile, heads, need = _tiles(sources, affine, rows)
+    local, out_tile = chosen is not None, heads * width
+    read = 1 if local else k  # source heads of one step
+    last = jnp.zeros((batch, 2, rows, width), jnp.float32) if turn is None else _whole(turn)
+    ends = jnp.stack([jnp.ones_like(bias) if scale is None else scale, bias]).reshape(2, kv * width)
 
-    def row_index(o, b, t, start_ref):
-        return b, 0, start_ref[0] // tile + t, 0
+    def head(o, scalars):
+        return scalars[1 + o] if local else 0
 
-    in_specs = [pl.BlockSpec((1, k, tile, h), row_index) for _ in sources]
-    in_specs += [
-        pl.BlockSpec((count * k, h, out_tile), lambda o, b, t, s: (0, 0, o)),
-        pl.BlockSpec((count, k, h), lambda o, b, t, s: (0, 0, 0)),
-        pl.BlockSpec((1, out_tile), lambda o, b, t, s: (0, o)),
-        pl.BlockSpec((1, tile, 2, h), lambda o, b, t, s: (b, t, 0, 0)),
-        pl.BlockSpec((1, tile, 2, width), lambda o, b, t, s: (b, t, 0, 0)),
+    in_specs = [
+        pl.BlockSpec((1, read, tile, h), lambda o, b, t, s: (b, head(o, s), s[0] // tile + t, 0))
+        for _ in sources
     ]
-    kernel = functools.partial(_kernel, count=count, keys=keys, heads=heads, turned=turn is not None)
-    flops = 2 * batch * rows * count * k * h * kv * width
-    moved = batch * rows * count * k * h * sources[0].dtype.itemsize * (kv // heads) + packed.nbytes
+    in_specs += [
+        pl.BlockSpec((out_tile, inner), lambda o, b, t, s: (o, 0)),
+        pl.BlockSpec((count, read, 1, h), lambda o, b, t, s: (0, head(o, s), 0, 0)),
+        pl.BlockSpec((2, out_tile), lambda o, b, t, s: (0, o)),
+        pl.BlockSpec((1, 2, tile, h), lambda o, b, t, s: (b, 0, t, 0)),
+        pl.BlockSpec((1, 2, tile, width), lambda o, b, t, s: (b, 0, t, 0)),
+    ]
+    kernel = functools.partial(
+        _kernel,
+        keys=keys,
+        heads=heads,
+        turned=turn is not None,
+        dtype=weight.dtype if scale is None else sources[0].dtype,
+        scaled=scale is not None,
+    )
+    read_bytes = batch * rows * inner * sources[0].dtype.itemsize * (kv // heads)
+    scalars = [start.reshape(1), chosen] if chosen is not None else [start.reshape(1)]
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, kv, rows, width), jnp.float32),
@@ -86,47 +111,77 @@ def kv_map(
             out_specs=pl.BlockSpec((1, heads, tile, width), lambda o, b, t, s: (b, o, t, 0)),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=flops, transcendentals=0, bytes_accessed=moved + 4 * batch * rows * kv * width
+            flops=2 * batch * rows * inner * kv * width,
+            transcendentals=0,
+            bytes_accessed=read_bytes + weight.nbytes + 4 * batch * rows * kv * width,
         ),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=need),
         interpret=interpret,
-    )(start.reshape(1).astype(jnp.int32), *sources, packed, mean, bias.reshape(1, -1), full, last)
+        name="kv_map",
+    )(
+        jnp.concatenate(scalars).astype(jnp.int32),
+        *sources,
+        weight.reshape(kv * width, inner),
+        mean[:, :, None],
+        ends,
+        _whole(unturn),
+        last,
+    )
 
 
-def _kernel(start_ref, *refs, count: int, keys: tuple[bool, ...], heads: int, turned: bool):
-    del start_ref  # read by the index maps
-    sources, (w_ref, mean_ref, bias_ref, un_ref, turn_ref, out_ref) = refs[:count], refs[count:]
-    k, tile, h = sources[0].shape[1:]
-    total = jnp.zeros((tile, w_ref.shape[-1]), jnp.float32)
+def _kernel(scalars, *refs, keys: tuple[bool, ...], heads: int, turned: bool, dtype: Any, scaled: bool):
+    del scalars  # read by the index maps
+    sources, (w_ref, mean_ref, ends_ref, un_ref, turn_ref, out_ref) = refs[: len(keys)], refs[len(keys) :]
+    read, tile, h = sources[0].shape[1:]
+    # A TPU would otherwise multiply float32 in one bfloat16 pass.
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    total = jnp.zeros((tile, w_ref.shape[0]), jnp.float32)
     for j, ref in enumerate(sources):
-        for head in range(k):
+        for head in range(read):
             x = ref[0, head].astype(jnp.float32)
             if keys[j]:
-                x = x * un_ref[0, :, 0] + pltpu.roll(x, h // 2, 1) * un_ref[0, :, 1]
-            x = (x - mean_ref[j, head][None]).astype(w_ref.dtype)
-            total += jnp.dot(x, w_ref[j * k + head], preferred_element_type=jnp.float32)
-    total += bias_ref[0][None]
+                x = x * un_ref[0, 0] + pltpu.roll(x, h // 2, 1) * un_ref[0, 1]
+            x = (x - mean_ref[j, head]).astype(dtype)
+            first = (j * read + head) * h
+            w = w_ref[:, first : first + h].astype(dtype)
+            total += jax.lax.dot_general(
+                x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+            )
+    if scaled:
+        total = total * ends_ref[0:1]
+    total += ends_ref[1:2]
     width = total.shape[1] // heads
     for head in range(heads):
         y = total[:, head * width : (head + 1) * width]
         if turned:
-            y = y * turn_ref[0, :, 0] + pltpu.roll(y, width // 2, 1) * turn_ref[0, :, 1]
+            y = y * turn_ref[0, 0] + pltpu.roll(y, width // 2, 1) * turn_ref[0, 1]
         out_ref[0, head] = y
 
 
-def _row_tile(rows: int, row_bytes: int) -> int:
-    """Rows of one step: the most, up to `ROW_TILE`, that divide and whose sources fit `SOURCE_BYTES`, at least 8."""
-    fitting = [n for n in range(8, ROW_TILE + 1, 8) if rows % n == 0 and n * row_bytes <= SOURCE_BYTES]
-    return max(fitting, default=8)
+def _row_step(sources: Sequence[Any]) -> int:
+    """Rows of a register tile of the cache's dtype."""
+    return 32 // sources[0].dtype.itemsize
 
 
-def _heads_a_tile(heads: int, width: int, column_bytes: int) -> int:
-    """Target heads in one output tile: the most that divide and whose weights fit `WEIGHT_BYTES`, at least one."""
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * width * column_bytes <= WEIGHT_BYTES]
-    return max(fitting, default=1)
+def _tiles(sources: Sequence[Any], affine: Affine, rows: int) -> tuple[int, int, int]:
+    """(rows of one step, target heads of one output tile, bytes of VMEM for it all)."""
+    kv, width, inner = affine.weight.shape
+    column, row = inner * affine.weight.dtype.itemsize, inner * sources[0].dtype.itemsize
+    step = _row_step(sources)
+    fitting = [n for n in range(step, ROW_TILE + 1, step) if rows % n == 0 and n * row <= SOURCE_BYTES]
+    tile = max(fitting, default=step)
+    whole = [n for n in range(1, kv + 1) if kv % n == 0 and n * width * column <= WEIGHT_BYTES]
+    heads = 1 if affine.heads is not None else max(whole, default=1)
+    h = sources[0].shape[-1]
+    # Weights, sources, means (a row padded to eight), angles and results are held twice; sums and one step's rows once.
+    out = heads * width
+    flowing = out * column + tile * row + 32 * math.prod(affine.mean.shape)
+    flowing += 4 * tile * (2 * h + 2 * width + out)
+    standing = 4 * tile * (3 * out + 4 * h) + 4 * out * h
+    return tile, heads, 2 * flowing + standing + (2 << 20)
 
 
-def _whole(angles: jax.Array, *, inverse: bool) -> jax.Array:
-    """[B, T, 2, h/2] cosine and sine as [B, T, 2, h]: multipliers of x and of x rolled by half its width."""
-    cos, sin = angles[:, :, 0], angles[:, :, 1]
-    sin = -sin if inverse else sin
-    return jnp.stack([jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)], 2)
+def _whole(angles: jax.Array) -> jax.Array:
+    """[B, 2, T, h/2] cosine and sine as [B, 2, T, h]: multipliers of x and of x rolled by half its width."""
+    cos, sin = angles[:, 0], angles[:, 1]
+    return jnp.stack([jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)], 1)
