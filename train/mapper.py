@@ -3,8 +3,9 @@
 The trained part is the affine map itself, or a low-rank residual (up-projection zero at the start) that is folded into
 the map afterwards, so that mapping never pays for it. The loss is the KL divergence of the target's next-token
 distribution behind mapped rows from its native one, over text ("suffix"), over the target's own continuation
-("rollout", teacher-forced), or over the continuation the mapped cache itself leads to ("free"); plus the weighted error
-of the mapped rows themselves.
+("rollout", teacher-forced), or over the continuation the mapped cache itself leads to ("free"); or the error of the
+text's attention outputs under native queries ("attention", which asks for no backward pass through the model); plus the
+weighted error of the mapped rows themselves.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from kvjax.documents import Documents
 from kvjax.lm import LM
 from kvjax.models import Model, build
 from kvjax.sharding import Rules
-from kvjax.transfer import artifact, calibrate
+from kvjax.transfer import artifact, calibrate, scoring
 from kvjax.transfer.geometry import content
 from kvjax.transfer.mapper import Mapper, map_content
-from kvjax.transfer.scoring import Cut, agreement, behind, native, rollout
+from kvjax.transfer.scoring import Cut, agreement, behind, native, positions, read, rollout
+from kvjax.typing import Array, Float
 from train.config import Phase, TrainConfig, TrainError, parse
 
-LOSSES = ("suffix", "rollout", "free")
+LOSSES = ("attention", "suffix", "rollout", "free")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,10 @@ class MapperOptions:
     """The `[mapper]` table.
 
     source, target: models. start: directory of the closed-form map, below --data or absolute. part: "affine" or
-    "residual"; rank: of the residual. loss: see the module. prefix, tail: tokens (`kvjax.transfer.scoring.Cut`); a
-    phase's `length` is prefix + suffix. reconstruction: weight of the mean squared error of the mapped rows against
-    the native ones, relative to their variance. held_out: texts of the selection split scored at each checkpoint.
+    "residual"; rank: of the residual. loss: see the module; one for all phases, or a list of one for each, whose last
+    is also what checkpoints are chosen by. prefix, tail: tokens (`kvjax.transfer.scoring.Cut`); a phase's `length` is
+    prefix + suffix. reconstruction: weight of the mean squared error of the mapped rows against the native ones,
+    relative to their variance. held_out: texts of the selection split scored at each checkpoint.
     """
 
     source: str
@@ -48,7 +51,7 @@ class MapperOptions:
     start: str
     part: str = "affine"
     rank: int = 16
-    loss: str = "suffix"
+    loss: str | tuple[str, ...] = "suffix"
     prefix: int = 256
     tail: int = 1
     reconstruction: float = 0.01
@@ -57,16 +60,21 @@ class MapperOptions:
     def __post_init__(self) -> None:
         if self.part not in ("affine", "residual"):
             raise TrainError(f"part {self.part!r} is not affine or residual")
-        if self.loss not in LOSSES:
-            raise TrainError(f"loss {self.loss!r} is not one of {', '.join(LOSSES)}")
+        for loss in self.losses:
+            if loss not in LOSSES:
+                raise TrainError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
         if self.rank < 1:
             raise TrainError(f"rank must be at least 1, got {self.rank}")
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        return (self.loss,) if isinstance(self.loss, str) else self.loss
 
 
 class MapperTask:
     """A `train.loop.Task` whose parameters are the trained part of the map."""
 
-    metric = "kl"
+    metric = "divergence"
 
     def __init__(self, config: TrainConfig, data: Path) -> None:
         """
@@ -74,27 +82,28 @@ class MapperTask:
           TrainError, ArtifactError, CalibrationError: options, models or map that do not fit together.
         """
         self.options = options = parse(MapperOptions, config.options, "mapper")
-        self.source, self.target = kvjax.load(options.source), kvjax.load(options.target)
+        self.source, self.target = (kvjax.load(x, dtype="float32") for x in (options.source, options.target))
         calibrate.same_tokens(self.source, self.target)
         self.start, self.manifest = artifact.load(data / options.start, dtype="float32")
         artifact.check(self.manifest, self.source, self.target)
-        self.cuts = {}
+        if len(options.losses) not in (1, len(config.phases)):
+            raise TrainError(
+                f"mapper.loss names {len(options.losses)} losses for {len(config.phases)} phases"
+            )
         for phase in config.phases:
             if phase.length <= options.prefix:
                 raise TrainError(
                     f"phases.length = {phase.length} leaves no suffix behind mapper.prefix = {options.prefix}"
                 )
-            self.cuts[phase.length] = Cut(options.prefix, phase.length - options.prefix, options.tail)
         self.reader, self.model = (_trainable(lm, config.run.compute) for lm in (self.source, self.target))
         self.rules: Rules = self.model.rules
         self.seed = config.run.seed
         self.documents = {split: Documents(data / split) for split in ("train", "selection")}
-        length = max(self.cuts)
+        length = config.phases[-1].length
         texts = calibrate.blocks(
             self.documents["selection"], self.target, length=length, limit=options.held_out
         )
         self.held = np.stack(list(texts))
-        self.longest = Cut(options.prefix, length - options.prefix, options.tail)
 
     def init(self) -> tuple[Any, Any]:
         """The map's weights and biases, or the residual's two factors per layer and channel."""
@@ -108,7 +117,7 @@ class MapperTask:
                 {name: self._factors(i, c, getattr(m, name)) for c, name in enumerate(("key", "value"))}
                 for i, m in enumerate(self.start.maps)
             )
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # copies: a step donates
         # A map is pulled towards its start by `reconstruction`, not towards zero.
         return params, jax.tree.map(lambda x: False, params)
 
@@ -131,7 +140,9 @@ class MapperTask:
         return dataclasses.replace(start, maps=tuple(maps))
 
     def data(self, phase: Phase, index: int) -> grain.IterDataset:
-        """{"tokens": [B, length]}: beginnings of documents that are long enough, in a new order every epoch."""
+        """{loss: tokens [B, length]}: beginnings of documents that are long enough, in a new order every epoch. The
+        phase's loss is the key, hence static where the step is traced."""
+        loss = self.options.losses[index % len(self.options.losses)]
         encode, length = self.target.tokenizer.encode, phase.length  # type: ignore[union-attr]
         shortest = (
             2 * length
@@ -143,15 +154,15 @@ class MapperTask:
             .seed(self.seed + index)
             .shuffle()
             .repeat()
-            .map(lambda i: {"tokens": np.asarray(encode(documents[int(i)])[:length], np.int32)})
-            .filter(lambda x: len(x["tokens"]) == length)
+            .map(lambda i: {loss: np.asarray(encode(documents[int(i)])[:length], np.int32)})
+            .filter(lambda x: len(x[loss]) == length)
             .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
             .batch(phase.batch, drop_remainder=True)
         )
 
     @functools.cached_property
     def loss(self) -> jax.tree_util.Partial:
-        """Mean KL per suffix position (plus weighted reconstruction), weighted by texts."""
+        """Mean divergence per text (plus weighted reconstruction), weighted by texts."""
         return jax.tree_util.Partial(self._loss, self._frozen)
 
     @property
@@ -161,50 +172,57 @@ class MapperTask:
     def _loss(
         self, frozen: Any, params: Any, batch: dict[str, jax.Array], key: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        tokens = batch["tokens"]
-        kl, error = self._divergence(frozen, params, tokens, self.cuts[tokens.shape[1]], self.options.loss)
-        count = jnp.float32(tokens.shape[0])
-        total = (kl.mean() + self.options.reconstruction * error) * count
-        return total, count, {"kl": kl.mean() * count, "error": error * count}
+        ((loss, tokens),) = batch.items()
+        divergence, error = (x.sum() for x in self._divergence(frozen, params, tokens, loss))
+        total = divergence + self.options.reconstruction * error
+        return total, jnp.float32(tokens.shape[0]), {"divergence": divergence, "error": error}
 
     def _divergence(
-        self, frozen: Any, params: Any, tokens: jax.Array, cut: Cut, loss: str
-    ) -> tuple[jax.Array, jax.Array]:
-        """(KL [B, S], relative squared error of the mapped rows)."""
+        self, frozen: Any, params: Any, tokens: jax.Array, loss: str
+    ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+        """(what `loss` says, relative squared error of the mapped rows), of tokens [B, length]."""
         source, target, start = frozen
-        given = cut.given
-        pos = jnp.broadcast_to(jnp.arange(given, dtype=jnp.int32), (tokens.shape[0], given))
-        read = self.reader.forward(source, tokens[:, :given], pos, logits=False)
-        features = jax.lax.stop_gradient(content(read.rows, pos, start.source))
-        rows = map_content(self.mapper(params, start), features, pos)
-        if loss != "suffix":  # what is said instead of what the text goes on with
-            behind_what = None if loss == "rollout" else jax.lax.stop_gradient(rows)
+        model, options = self.model, self.options
+        cut = Cut(options.prefix, tokens.shape[1] - options.prefix, options.tail)
+        seen = tokens[:, : cut.given]
+        features = content(read(self.reader, source, seen), positions(seen), start.source)
+        rows = map_content(self.mapper(params, start), jax.lax.stop_gradient(features), positions(seen))
+        if loss in ("attention", "suffix"):
+            teacher, truth = native(model, target, tokens, cut)
+        else:  # what is said instead of what the text goes on with
+            truth = read(model, target, seen)
+            speaker = truth if loss == "rollout" else jax.lax.stop_gradient(rows)
             limit = self.target.tokenizer.vocab  # type: ignore[union-attr]
-            said, _ = rollout(self.model, target, behind_what, tokens, cut, cut.suffix, limit)
+            said, teacher = rollout(model, target, speaker, tokens, cut, cut.suffix, limit)
             tokens = jnp.concatenate([tokens[:, : cut.prefix], said], axis=1)
-        teacher, truth = native(self.model, target, tokens, cut)
-        logits = behind(self.model, target, rows, tokens, cut)
-        kl = agreement(logits, jax.lax.stop_gradient(teacher), tokens[:, cut.prefix :]).kl
-        error = jnp.float32(0)
+            if loss == "free":
+                teacher = behind(model, target, truth, tokens, cut)
+        if loss == "attention":
+            ids = tokens[:, : cut.length - 1]
+            queries = tuple(q[:, cut.prefix :] for q in model.bind(target).queries(ids, positions(ids)))
+            divergence = scoring.attention_error(
+                scoring.attended_pairs(model, queries, truth, rows, cut.prefix)
+            )
+        else:
+            logits = behind(model, target, rows, tokens, cut)
+            divergence = agreement(logits, teacher, tokens[:, cut.prefix :]).kl.mean(1)
+        error = jnp.zeros(len(tokens))
         for mapped, real in zip(rows, truth, strict=True):
             for ours, theirs in zip(mapped, real, strict=True):
-                theirs = theirs[:, :, :given].astype(jnp.float32)
-                error += jnp.mean((ours - theirs) ** 2) / (jnp.var(theirs) * 2 * len(rows))
-        return kl, error
+                theirs = theirs[:, :, : cut.given].astype(jnp.float32)
+                error += jnp.mean((ours - theirs) ** 2, (1, 2, 3)) / (jnp.var(theirs) * 2 * len(rows))
+        return divergence, error
 
     @functools.cached_property
     def _score(self) -> Any:
-        def score(frozen: Any, params: Any, tokens: jax.Array) -> Any:
-            return self._divergence(frozen, params, tokens, self.longest, self.options.loss)
-
-        return jax.jit(score)
+        return jax.jit(functools.partial(self._divergence, loss=self.options.losses[-1]))
 
     def evaluate(self, params: Any) -> dict[str, float]:
-        """Mean KL, of the kind that is trained, and reconstruction error over texts of the selection split."""
+        """Means of what the last phase trains, and of the reconstruction error, over texts of the selection split."""
         texts = (jnp.asarray(self.held[i : i + 1]) for i in range(len(self.held)))
-        found = [[float(x.mean()) for x in self._score(self._frozen, params, text)] for text in texts]
-        kl, error = np.mean(found, axis=0)
-        return {"kl": float(kl), "error": float(error)}
+        found = [[float(x[0]) for x in self._score(self._frozen, params, text)] for text in texts]
+        divergence, error = np.mean(found, axis=0)
+        return {"divergence": float(divergence), "error": float(error)}
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -216,9 +234,8 @@ class MapperTask:
     def export(self, params: Any, directory: Path, name: str) -> None:
         """A map artefact with the residual folded in."""
         options = {**self.manifest.options, **dataclasses.asdict(self.options), "name": name}
-        manifest = dataclasses.replace(
-            self.manifest, method=f"{self.manifest.method}+{self.options.loss}", options=options
-        )
+        method = "+".join((self.manifest.method, *self.options.losses))
+        manifest = dataclasses.replace(self.manifest, method=method, options=options)
         artifact.save(directory, self.mapper(params, self.start), manifest)
 
 

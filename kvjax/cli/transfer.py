@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvjax.cli.frame import Loading, caching_options, loading_options, log, main, prompt_or_stdin
+from kvjax.cli.frame import Loading, caching_options, loading_options, main, prompt_or_stdin
 
 if TYPE_CHECKING:
     from kvjax.lm import LM
@@ -189,14 +189,11 @@ def judge_transfer(
     """Judge the maps of PAIR.toml beside every control. Exits 1 when a bar is missed."""
     from kvjax.transfer import study
 
-    def tell(name: str) -> None:
-        log.info("judging %s", name)
-
-    report, series = study.run(pair, corpus=corpus, maps=maps, keep=keep, progress=tell)
+    report = study.run(pair, corpus=corpus, maps=maps, keep=keep)
     if plots is not None:
         from kvjax.transfer.plots import draw
 
-        draw(series, plots)
+        draw(report, plots)
     click.echo(report.as_json() if as_json else report.as_text())
     if not report.ok:
         raise click.exceptions.Exit(1)

@@ -6,111 +6,50 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 import kvjax
-from kvjax import documents, settings
+from kvjax import documents
 from kvjax.lm import LM
 from kvjax.report import Report
 from kvjax.stats import bootstrap
-from kvjax.transfer import artifact, calibrate, judge, select
+from kvjax.transfer import artifact, calibrate, conditions, judge, latency, select, verdict, windows
+from kvjax.transfer.conditions import Condition
 from kvjax.transfer.fit import FitConfig, fit, held_out
 from kvjax.transfer.mapper import Mapper, map_content
 from kvjax.transfer.moments import Statistics
+from kvjax.transfer.pairfile import CLOSED, PairConfig, StudyError, read
+from kvjax.transfer.repair import Repair
 from kvjax.transfer.scoring import Cut
-from kvjax.transfer.windows import beginnings, spread
 
 log = logging.getLogger("kvjax")
-
-
-@dataclasses.dataclass(frozen=True)
-class TextsConfig:
-    """Splits of the corpus for fitting, choosing and reporting; how texts are cut; documents judged on each split."""
-
-    calibration: str = "train"
-    choosing: str = "selection"
-    reporting: str = "confirmation"
-    prefix: int = 256
-    suffix: int = 128
-    tail: int = 1
-    documents: int = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class FitTable:
-    """Closed-form maps that are compared: k source layers each. The rest as in `kvjax.transfer.pairs.FitOptions`."""
-
-    k: tuple[int, ...]
-    sequences: int = 200
-    length: int = 512
-    every: int = 1
-    batch: int = 4
-    ridge: float = 1e-3
-    method: str = "ridge"
-    local: bool = False
-    joint: bool = True
-    layers: str = "explained"
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutTable:
-    """Tokens of continuation over which divergence is measured, teacher-forced on text and free-running."""
-
-    steps: int = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class ChoiceTable:
-    """Items of the 4-way choice, each a prefix and a suffix of so many tokens. items 0 leaves it out."""
-
-    items: int = 1000
-    prefix: int = 224
-    suffix: int = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class PairConfig:
-    """One pair. trained: name -> directory (below `--maps`) of a map that is judged beside the closed form. selves: the
-    same of maps from the target to itself, trained with the same data, loss and steps: what they gain was learned about
-    the text, not read from the source."""
-
-    source: str
-    target: str
-    texts: TextsConfig
-    fit: FitTable
-    rollout: RolloutTable = RolloutTable()
-    choice: ChoiceTable = ChoiceTable()
-    trained: dict[str, str] = dataclasses.field(default_factory=dict)
-    selves: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-class StudyError(ValueError):
-    """A pair file or a control that makes the judgement worthless; the message says which."""
+ENOUGH = 0.99  # top-1 agreement that a repair is asked to reach
 
 
 @dataclasses.dataclass
 class Study:
-    """Everything that is judged, and where it goes. corpus: directory of the splits; maps: of the trained maps."""
+    """Everything that is judged, and where it goes. corpus: directory of the splits; maps: of the trained maps. Models
+    are judged in float32 on every device, so that what differs from native is the cache and not the rounding."""
 
     config: PairConfig
     corpus: Path
     maps: Path
     report: Report
-    progress: Callable[[str], Any]
+    _encoded: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def source(self) -> LM:
-        return kvjax.load(self.config.source)
+        return kvjax.load(self.config.source, dtype="float32")
 
     @functools.cached_property
     def target(self) -> LM:
-        return kvjax.load(self.config.target)
+        return kvjax.load(self.config.target, dtype="float32")
 
+    @property
     def cut(self) -> Cut:
         texts = self.config.texts
         return Cut(texts.prefix, texts.suffix, texts.tail)
@@ -122,42 +61,39 @@ class Study:
             sequences=sequences, every=table.every, joint=table.joint, keep=keep,
         )  # fmt: skip
 
-    def texts(self, split: str) -> judge.Texts:
-        cut, texts = self.cut(), documents.read(self.corpus / split)
-        rows = beginnings(texts, self.target, cut.length, self.config.texts.documents)
-        rows = rows[: len(rows) - len(rows) % 4]
-        self.report.facts[f"texts ({split})"] = len(rows)
-        return judge.Texts(rows, cut)
+    def encoded(self, split: str) -> list[np.ndarray]:
+        if split not in self._encoded:
+            self._encoded[split] = windows.encoded(documents.read(self.corpus / split), self.target)
+        return self._encoded[split]
 
     def judged(
-        self, split: str, conditions: Mapping[str, judge.Condition], steps: int = 0
+        self, split: str, asked: Mapping[str, Condition], *, steps: int = 0, tail: int | None = None
     ) -> dict[str, judge.Answers]:
+        texts = self.config.texts
+        cut = dataclasses.replace(self.cut, tail=self.cut.tail if tail is None else tail)
+        rows = windows.beginnings(self.encoded(split), cut.length, texts.documents)
+        rows = rows[: len(rows) - len(rows) % texts.batch]
+        self.report.facts[f"texts ({split})"] = len(rows)
+        log.info("judging %d conditions on %d texts of %s", len(asked), len(rows), split)
         return judge.judge(
-            self.source,
-            self.target,
-            conditions,
-            self.texts(split),
-            batch=4,
-            steps=steps,
-            progress=self.progress,
+            self.source, self.target, asked, judge.Texts(rows, cut), batch=texts.batch, steps=steps
         )
 
+    def trained(self) -> tuple[dict[str, Mapper], dict[str, Mapper]]:
+        """The trained maps, and the maps from the target to itself that control them, by the trained maps' names."""
+        loaded: tuple[dict[str, Mapper], dict[str, Mapper]] = {}, {}
+        for name, entry in self.config.trained.items():
+            for found, directory, reader in (
+                (loaded[0], entry.map, self.source),
+                (loaded[1], entry.control, self.target),
+            ):
+                found[name], manifest = artifact.load(self.maps / directory)
+                artifact.check(manifest, reader, self.target)
+        return loaded
 
-def read(path: str | Path) -> PairConfig:
-    """
-    Raises:
-      StudyError: the file or a key cannot be used, by name.
-    """
-    return settings.parse(PairConfig, settings.table(path, StudyError), str(path), StudyError)
 
-
-def run(
-    path: str | Path, *, corpus: str | Path, maps: str | Path = ".", keep: Path | None = None,
-    progress: Callable[[str], Any] = lambda name: None,
-) -> tuple[Report, dict[str, Any]]:  # fmt: skip
+def run(path: str | Path, *, corpus: str | Path, maps: str | Path = ".", keep: Path | None = None) -> Report:
     """Fit, choose on `texts.choosing`, report on `texts.reporting`.
-
-    Returns: the report and the arrays behind its plots (`kvjax.transfer.plots`).
 
     Raises:
       StudyError, CalibrationError, ArtifactError: a file, text, model or map that cannot be used.
@@ -165,65 +101,74 @@ def run(
     began = time.perf_counter()
     config = read(path)
     report = Report(f"transfer from {config.source} to {config.target}")
-    study = Study(config, Path(corpus), Path(maps), report, progress)
+    study = Study(config, Path(corpus), Path(maps), report)
     calibrate.same_tokens(study.source, study.target)
+    trained, selves = study.trained()
     stats = study.statistics(config.texts.calibration, config.fit.sequences, keep)
     report.facts |= {"calibration_rows": stats.rows, "calibration_s": time.perf_counter() - began}
-    found = _sweep(study, stats)
-    best = min(found, key=lambda k: found[k][1])
-    report.facts["k chosen on the choosing split"] = best
-    maps_of: dict[str, tuple[LM, Mapper]] = {"closed form": (study.source, found[best][0])}
-    for reader, named in ((study.source, config.trained), (study.target, config.selves)):
-        for name, directory in named.items():
-            mapper, manifest = artifact.load(study.maps / directory)
-            artifact.check(manifest, reader, study.target)
-            maps_of[name] = reader, mapper
-    conditions = {name: judge.mapped(*pair, study.cut()) for name, pair in maps_of.items()}
-    for name, control in judge.controls(study.source, study.target, found[best][0], study.cut()).items():
+    maps_of, best = _chosen(study, stats, trained)
+    if config.repair.tails:
+        _repairs(study, maps_of[best])
+
+    asked = {name: conditions.mapped(mapper, study.cut) for name, mapper in maps_of.items()}
+    asked |= {
+        verdict.control_of(name): conditions.mapped(m, study.cut, own=True) for name, m in selves.items()
+    }
+    asked |= {
+        verdict.mismatch_of(name): conditions.mapped(m, study.cut, shift=1) for name, m in maps_of.items()
+    }
+    beside = conditions.controls(study.source, study.target, maps_of[CLOSED], study.cut, config.rollout.steps)
+    for name, control in beside.items():
+        if name in asked:
+            raise StudyError(f"{path}: trained.{name}: a control has this name")
         if isinstance(control, str):
             report.row("left out", condition=name, reason=control)
         else:
-            conditions[name] = control
-    results = study.judged(config.texts.reporting, conditions, config.rollout.steps)
-    cosines = judge.similarity(study.target, conditions, study.texts(config.texts.reporting))
-    _conditions(report, results, cosines)
-    if config.choice.items:
-        _choice(study, maps_of)
-    _sanity(report, results)
+            asked[name] = control
+    results = study.judged(config.texts.reporting, asked, steps=config.rollout.steps)
+    verdict.answers_table(report, results)
+    verdict.training_table(report, results, trained)
+    quality = _choice(study, maps_of) if config.choice.items else {}
+    if config.speed.lengths:
+        _speed(study, maps_of[best])
+    verdict.sanity(report, results, maps_of)
+    verdict.demands(report, config.bars, results, quality)
     report.facts["total_s"] = time.perf_counter() - began
-    return report, {"sweep": report.tables.get("k", []), "results": results}
+    return report
 
 
-def _sweep(study: Study, stats: Statistics) -> dict[int, tuple[Mapper, float]]:
-    """Every k on the choosing split: k -> (map, mean nats of the suffix)."""
-    table, config = study.config.fit, study.config
-    held = study.statistics(config.texts.choosing, 16)
-    made, conditions = {}, {}
+def _chosen(study: Study, stats: Statistics, trained: Mapping[str, Mapper]) -> tuple[dict[str, Mapper], str]:
+    """(the closed form of the best k and the trained maps, the name of the best of them), by nats on the choosing
+    split."""
+    table, split = study.config.fit, study.config.texts.choosing
+    held = study.statistics(split, 16)
+    made = {}
     for k in table.k:
         if table.layers == "matching":
             layers = select.matching(stats.source.layers, stats.target.layers, k)
         else:
             layers = select.by_explained_variance(stats, k, ridge=table.ridge)
         made[k] = fit(stats, layers, FitConfig(table.ridge, table.method, table.local))
-        conditions[f"k = {k}"] = judge.mapped(study.source, made[k], study.cut())
-    results = study.judged(config.texts.choosing, conditions)
-    cosines = judge.similarity(study.target, conditions, study.texts(config.texts.choosing))
-    found = {}
+    named = {**{f"k = {k}": mapper for k, mapper in made.items()}, **trained}
+    results = study.judged(split, {name: conditions.mapped(m, study.cut) for name, m in named.items()})
     for k, mapper in made.items():
         answers, explained = results[f"k = {k}"], held_out(mapper, held).mean(0)
-        found[k] = (mapper, float(answers.nats.mean()))
         study.report.row(
             "k", k=k, nats=float(answers.nats.mean()), kl=float(answers.kl.mean()), top1=float(answers.top1.mean()),
-            cosine=cosines[f"k = {k}"][0], worst_layer=cosines[f"k = {k}"][1],
-            r2_key=float(explained[0]), r2_value=float(explained[1]), map_ms=1e3 * _mapping(study, mapper),
-            weights=mapper.size,
+            **verdict.cosine(answers), r2_key=float(explained[0]), r2_value=float(explained[1]),
+            map_ms=1e3 * _mapping(study, mapper), weights=mapper.size,
         )  # fmt: skip
-    return found
+    nats = {name: float(results[name].nats.mean()) for name in named}
+    k = min(made, key=lambda k: nats[f"k = {k}"])
+    found = {CLOSED: made[k], **trained}
+    best = min(found, key=lambda name: nats[f"k = {k}" if name == CLOSED else name])
+    study.report.facts |= {"k chosen on the choosing split": k, "best map there": best}
+    return found, best
 
 
 def _mapping(study: Study, mapper: Mapper, repeats: int = 5) -> float:
     """Seconds to map one prefix, source features given (median)."""
-    cut, g = study.cut(), mapper.source
+    cut, g = study.cut, mapper.source
     features = jax.numpy.zeros((1, cut.prefix, g.layers, 2, g.kv_heads, g.head_dim))
     pos = jax.numpy.arange(cut.prefix, dtype=jax.numpy.int32)[None]
     apply = jax.jit(map_content)
@@ -236,52 +181,70 @@ def _mapping(study: Study, mapper: Mapper, repeats: int = 5) -> float:
     return float(np.median(times))
 
 
-def _conditions(
-    report: Report, results: Mapping[str, judge.Answers], cosines: Mapping[str, tuple[float, float]]
-) -> None:
-    for name, answers in results.items():
-        row: dict[str, Any] = {"condition": name}
-        for column in ("nats", "kl", "top1"):
-            row |= _interval(column, *bootstrap({"x": getattr(answers, column)}, lambda m: m["x"]))
-        if name in cosines:
-            row |= {"cosine": cosines[name][0], "worst layer": cosines[name][1]}
-        if answers.free is not None and answers.same is not None and np.isfinite(answers.free).all():
-            row |= {"free kl": float(np.mean(answers.free)), "free same": float(np.mean(answers.same))}
-        for column, ratio in (("recovery", judge.recovery), ("gap closed", judge.gap_closed)):
-            row |= _interval(column, *ratio(results, name))
-        report.row("conditions", **row)
+def _repairs(study: Study, mapper: Mapper) -> None:
+    """Quality against cost of every repair on the choosing split; the smallest cost that is enough, on the reporting
+    one."""
+    config, cut = study.config, dataclasses.replace(study.cut, tail=1)
+    asked = [Repair(tail, layers=m) for tail in config.repair.tails for m in config.repair.layers]
+    price = {r: latency.flops_share(study.target.config, mapper, r, cut.prefix) for r in asked}
+
+    def judged(split: str, repairs: list[Repair]) -> dict[Repair, judge.Answers]:
+        named = {str(r): conditions.repaired(study.target, mapper, cut, r) for r in repairs}
+        results = study.judged(split, named, tail=1)
+        for r in repairs:
+            row = {"split": split, "tail": r.tail, "layers": r.layers, "cost": price[r]}
+            for column in ("top1", "kl"):
+                row |= verdict.interval(column, *verdict.mean(getattr(results[str(r)], column)))
+            study.report.row("repair", **row)
+        return {r: results[str(r)] for r in repairs}
+
+    top1 = {r: float(a.top1.mean()) for r, a in judged(config.texts.choosing, asked).items()}
+    enough = [r for r in asked if top1[r] >= ENOUGH]
+    chosen = min(enough, key=price.__getitem__) if enough else max(asked, key=top1.__getitem__)
+    found = judged(config.texts.reporting, [chosen])[chosen]
+    how = "the cheapest that reaches" if enough else "the best, but it does not reach"
+    study.report.facts["repair"] = (
+        f"tail {chosen.tail}, layers {chosen.layers}: {how} {ENOUGH:.0%} top-1 on the choosing split, at"
+        f" {price[chosen]:.3f} of a prefill's flops; {found.top1.mean():.4f} on the reporting split"
+    )
 
 
-def _interval(name: str, value: float, low: float, high: float) -> dict[str, Any]:
-    """Two cells of a table; empty where the figure is undefined."""
-    if not np.isfinite((value, low, high)).all():
-        return {name: "", f"{name} 95 %": ""}
-    return {name: value, f"{name} 95 %": f"{low:.3f} .. {high:.3f}"}
-
-
-def _choice(study: Study, maps: Mapping[str, tuple[LM, Mapper]]) -> None:
-    table = study.config.choice
-    cut = Cut(table.prefix, table.suffix, study.config.texts.tail)
-    texts = documents.read(study.corpus / study.config.texts.reporting)
-    tokens, _ = spread(texts, study.target, cut.length, table.items)
-    short = {"no context": judge.Condition((), lambda _, tokens: None)}
-    short |= {name: judge.mapped(*pair, cut) for name, pair in maps.items()}
-    # Four candidates stand side by side in a batch, so another text is four rows away.
-    short["another text's cache"] = judge.mapped(*maps["closed form"], cut, shift=4)
-    right = judge.choice(study.source, study.target, short, tokens, cut)
-    for name, values in right.items():
-        row = {"condition": name, **_interval("right", *bootstrap({"x": values}, lambda m: m["x"]))}
-        study.report.row("choice", **row, **_interval("quality", *judge.quality(right, name)))
+def _choice(study: Study, maps: Mapping[str, Mapper]) -> dict[str, float]:
+    """Normalised quality by map: (this - no context) / (native - no context) of the share of right choices."""
+    table, target = study.config.choice, study.target
+    cut = Cut(table.prefix, table.suffix, table.tail)
+    encoded = study.encoded(study.config.texts.reporting)
+    tokens, origin = windows.spread(encoded, conditions.lead_of(target), cut.length, table.items)
+    asked = {"no context": conditions.no_context(target)}
+    asked |= {name: conditions.mapped(m, cut) for name, m in maps.items()}
+    asked |= {verdict.mismatch_of(name): conditions.mapped(m, cut, shift=1) for name, m in maps.items()}
+    log.info("choosing among continuations: %d items", len(tokens))
+    right = judge.choice(study.source, target, asked, tokens, cut, batch=study.config.texts.batch)
+    # Items of one document are not independent: documents are drawn, with all their items.
+    _, of = np.unique(origin, return_inverse=True)
+    sums = {name: np.bincount(of, weights=values) for name, values in right.items()}
+    items, found = np.bincount(of).astype(float), {}
+    for name in right:
+        row = {"condition": name}
+        row |= verdict.interval("right", *bootstrap({"x": sums[name], "n": items}, lambda m: m["x"] / m["n"]))
+        quality = judge.covered(sums, name, "no context")
+        found[name] = quality[0]
+        study.report.row("choice", **row, **verdict.interval("quality", *quality))
     native, nothing = float(right["native"].mean()), float(right["no context"].mean())
+    study.report.facts["choice"] = f"{len(tokens)} items of {len(items)} documents"
     study.report.bar("choice is valid: native", native, ">=", 0.6)
     study.report.bar("choice is valid: |no context - chance|", abs(nothing - 0.25), "<=", 0.05)
+    return found
 
 
-def _sanity(report: Report, results: Mapping[str, judge.Answers]) -> None:
-    """A cache that must not work has to be clearly worse, and the native one put back must be native."""
-    again = float(results["native, re-injected"].kl.mean())
-    report.bar("native cache re-injected: mean KL", again, "<=", 1e-4)
-    for name in ("no context", "another text's cache"):
-        columns = {"bad": results[name].nats, "map": results["closed form"].nats}
-        _, low, _ = bootstrap(columns, lambda m: m["bad"] - m["map"])
-        report.bar(f"{name}: nats above the closed form (low end of 95 %)", low, ">=", 0.0)
+def _speed(study: Study, mapper: Mapper) -> None:
+    table = study.config.speed
+    log.info("time to first token at %s tokens", ", ".join(map(str, table.lengths)))
+    rows = latency.by_length(
+        study.source, study.target, mapper, Repair(table.tail), table.lengths, table.repeats
+    )
+    for row in rows:
+        study.report.row("time to first token", **row)
+    for kind in ("warm", "cold"):
+        found = latency.break_even(rows, kind)
+        study.report.facts[f"break-even, {kind}"] = latency.told(found, rows)
