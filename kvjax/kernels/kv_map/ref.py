@@ -61,7 +61,7 @@ def project(
     dtype = dtype if scale is not None else weight.dtype
     x = (x - mean).astype(dtype)
     if heads is None:
-        x = x.reshape(*x.shape[:2], -1)
+        x = x.reshape(*x.shape[:2], weight.shape[-1])
         out = jnp.einsum("btp,mnp->bmtn", x, weight.astype(dtype), preferred_element_type=jnp.float32)
     else:
         blocks = weight.reshape(kv, width, x.shape[2], x.shape[4]).astype(dtype)
