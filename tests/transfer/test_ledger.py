@@ -185,11 +185,6 @@ def test_without_a_bar_nothing_is_demanded_and_text_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"mesh": (1, 16)},
-            MeshError,
-            "8 KV heads of the source, but a model axis of 16 stores each 2 times",
-        ),
         ({"mesh": (2, 16)}, MeshError, "mesh 2x16 needs more devices than the 16 of v5p-32"),
         ({"mesh": (1, 8), "k": 29}, ValueError, "k = 29: a has 28 layers"),
         (
