@@ -54,7 +54,8 @@ class MaskSpec:
             seen = order[:, None] >= order[None, :] if self.kind == "causal" else jnp.ones((t, t), bool)
             seen = jnp.broadcast_to(seen, (batch, t, t))
         if window is not None:
-            seen = seen & (pos[:, :, None] - pos[:, None, :] < window)
+            # Both ways, for a block sees rows behind it as well.
+            seen = seen & (jnp.abs(pos[:, :, None] - pos[:, None, :]) < window)
         return seen
 
     def of_cache(

@@ -309,6 +309,11 @@ _ROPE_KEYS = {
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "finetuned")
 
 
+def known_fields() -> frozenset[str]:
+    """The fields of a `config.json` that `ModelConfig.from_hf` reads, refuses by value, or knows to be harmless."""
+    return _READ | _HARMLESS | _CHANGES.keys()
+
+
 class _Reader:
     """Typed access to a dictionary; every error names the field. `where` prefixes the name."""
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from kvjax.compilation import CompileCounter
 from kvjax.decode import loop
-from kvjax.decode.model import DraftModel
-from kvjax.decode.sources import Plain
-from kvjax.decode.state import DecodeState, DraftSource
+from kvjax.decode.drafts import source_of
+from kvjax.decode.state import DecodeState
 from kvjax.lm import LM
 from serve.requests import Batch, Options, prepare
 from serve.text import TextRow
@@ -123,7 +122,7 @@ class _Run:
     ) -> None:
         began = time.perf_counter()
         self.lm = lm
-        self.source, self.draft_params = _source(lm, draft, draft_params, width)
+        self.source, self.draft_params = source_of(lm, draft, draft_params, width)
         self.batch: Batch = prepare(lm, prompts, width=self.source.width, **options)
         self.rows = [TextRow(lm.tokenizer, stop) for stop in self.batch.stop]
         self.finished: dict[int, Generation] = {}
@@ -218,33 +217,6 @@ class _Run:
         }  # fmt: skip
         answers = tuple(self.finished[b] for b in range(batch.count))
         return Result(answers, self.timings, self.compiles, self.hits, program, self.warnings)
-
-
-def _source(lm: LM, draft: Any, draft_params: Any, width: int | None) -> tuple[DraftSource, Any]:
-    """The draft source and its params."""
-    if isinstance(draft, LM):
-        if draft.config.vocab != lm.config.vocab:
-            raise ValueError(
-                f"draft model {draft.id} has a vocabulary of {draft.config.vocab}, {lm.id} one of {lm.config.vocab}"
-            )
-        if (
-            lm.tokenizer is not None
-            and draft.tokenizer is not None
-            and lm.tokenizer.hash != draft.tokenizer.hash
-        ):
-            raise ValueError(f"draft model {draft.id} and {lm.id} have different tokenizers")
-        if draft.model.rules.mesh != lm.model.rules.mesh:
-            raise ValueError(f"draft model {draft.id} and {lm.id} were loaded on different meshes")
-        return DraftModel(draft.model, 4 if width is None else width), draft.params
-    if draft is None:
-        if width not in (None, 1):
-            raise ValueError(f"width {width} needs a draft source: plain decoding has width 1")
-        return Plain(), ()
-    if not hasattr(draft, "propose"):
-        raise ValueError(f"draft: {draft!r} is neither a draft source nor a loaded model")
-    if width not in (None, draft.width):
-        raise ValueError(f"width {width} contradicts the draft source's own width, {draft.width}")
-    return draft, draft_params
 
 
 def _host(state: DecodeState, *, logprobs: bool, drafted: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.cache import CacheFull
 from kvjax.decode.sampler import SamplerProgram, Sampling
 from kvjax.decode.state import DraftSource
-from kvjax.lm import LM
+from kvjax.lm import LM, Drafter
 
 SMALLEST = 256
 
@@ -29,11 +29,13 @@ class Options(TypedDict, total=False):
     stop_ids: Sequence[int] | None  # default: the model's end-of-sequence ids
     logprobs: bool | Sequence[bool]  # *, raw log p of every emitted token
     thinking: bool | None  # the chat template's thinking switch, for templates that have one
-    draft: (
-        DraftSource | LM | None
-    )  # a draft source (`kvjax.Ngram(width=8)`) or a smaller model of the same vocabulary
+    # a draft source (`kvjax.Ngram(width=8)`), a block drafter (`kvjax.load_drafter`), or a smaller model of the same
+    # vocabulary
+    draft: DraftSource | Drafter | LM | None
     draft_params: Any  # arrays of a draft source that has some
-    width: int | None  # rows of a round with a draft model (default 4): it drafts width - 1 tokens
+    width: (
+        int | None
+    )  # rows of a round, one more than are drafted: default a drafter's block, 4 with a draft model
     size: int | None  # cache slots per row; default: the next power of two
     chunk: int | None  # prompt tokens per prefill call; default 128 on CPU, 256 elsewhere
 

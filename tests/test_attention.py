@@ -55,7 +55,7 @@ def seen_by(kind: str, pos, filled, ancestors, window) -> tuple[np.ndarray, np.n
     cache, rows = np.zeros((B, T, S), bool), np.zeros((B, T, T), bool)
     for b in range(B):
         for i in range(T):
-            near = lambda p, b=b, i=i: window is None or pos[b, i] - window + 1 <= p  # noqa: E731
+            near = lambda p, b=b, i=i: window is None or abs(pos[b, i] - p) < window  # noqa: E731
             for s in range(S):  # slot s holds position s
                 cache[b, i, s] = s < filled[b] and near(s)
             for j in range(T):

@@ -55,8 +55,9 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
 
-    def save(self, step: int, state: Any, position: str, metrics: dict[str, float]) -> None:
-        """Start writing; the arrays are copied first, so the caller may donate them at once.
+    def save(self, step: int, state: Any, position: str, metrics: dict[str, float] | None) -> None:
+        """Start writing; the arrays are copied first, so the caller may donate them at once. Without metrics
+        it is never the best.
 
         Raises:
           TrainError: this or the previous write failed (disk full, say); older checkpoints are untouched.
@@ -160,9 +161,12 @@ class Checkpoints:
         found = next((c.metrics for c in self._checkpointer.checkpoints if c.step == step), None)
         return dict(found or {})
 
-    def best(self) -> int | None:
-        """Step of the checkpoint with the lowest metric."""
-        scored = [c for c in self._checkpointer.checkpoints if c.metrics and self._best in c.metrics]
+    def best(self, *, after: int = 0) -> int | None:
+        """Step of the checkpoint beyond `after` with the lowest metric."""
+        scored = [
+            c for c in self._checkpointer.checkpoints
+            if c.step > after and c.metrics and self._best in c.metrics
+        ]  # fmt: skip
         return min(scored, key=lambda c: c.metrics[self._best]).step if scored else None
 
     def read(self, step: int, abstract: Any) -> Any:

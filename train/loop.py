@@ -53,8 +53,8 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A finished (or paused) run after `step` steps; `params` and `metrics` are those of the best checkpoint,
-    taken at `best`."""
+    """A finished (or paused) run after `step` steps; `params` and `metrics` are those of the best checkpoint
+    of the last phase, taken at `best`."""
 
     params: Any
     step: int
@@ -136,7 +136,8 @@ def _fit(
                 if at % run.every == 0 or at == last or late:
                     scores = task.evaluate(state.params)
                     entry |= scores
-                    checkpoints.save(at, state, position, scores)
+                    # Before the last phase a model is not what was asked for (its context, say), however it scores.
+                    checkpoints.save(at, state, position, scores if index + 1 == len(config.phases) else None)
                     told = {"loss": metrics["loss"], **scores}
                     log.info(
                         "step %d of %d: %s", at, total, ", ".join(f"{k} {v:.4f}" for k, v in told.items())
@@ -147,7 +148,7 @@ def _fit(
         bar.close()
         journal.close()
     checkpoints.wait()
-    best = checkpoints.best()
+    best = checkpoints.best(after=total - config.phases[-1].steps)
     if best is not None and best != at:
         params, scores = (
             checkpoints.read(best, jax.tree.map(_abstract, state)).params,

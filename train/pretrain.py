@@ -37,6 +37,19 @@ class PretrainOptions:
     held_out: int = 65_536
 
 
+def _loadable(fields: dict[str, Any]) -> None:
+    """
+    Raises:
+      TrainError: transformers would refuse the exported model; better said before the training than after.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.for_model(**fields)
+    except Exception as error:  # its validation has many kinds
+        raise TrainError(f"pretrain.model: transformers refuses it: {' '.join(str(error).split())}") from None
+
+
 class Pretrain:
     """A `train.loop.Task`. Parameters are float32; forward and backward run in `run.compute`."""
 
@@ -53,6 +66,7 @@ class Pretrain:
         if tokenizer is None:
             raise TrainError(f"{directory}: no tokenizer.json; build the corpus with its tokenizers first")
         self.tokenizer = tokenizer
+        _loadable(options.model)
         self.config = ModelConfig.from_hf({"eos_token_id": list(tokenizer.eos), **options.model})
         if tokenizer.vocab != self.config.vocab:
             raise TrainError(

@@ -15,14 +15,14 @@ import jax
 
 from kvjax.check.across import TAU_LIMIT, across
 from kvjax.check.distribution import NEW, PROMPTS, ROWS, calls, distribution, groups
-from kvjax.check.drafters import DRAFTERS, Drafter
+from kvjax.check.drafters import DRAFTERS, Drafter, drafters_of
 from kvjax.check.identity import batches, identity
 from kvjax.check.programs import Programs, Step
 from kvjax.check.prompts import known, prompts
 from kvjax.check.report import ModelReport, Report
 from kvjax.lm import LM
 
-__all__ = ["DRAFTERS", "Drafter", "ModelReport", "Report", "check"]
+__all__ = ["DRAFTERS", "Drafter", "ModelReport", "Report", "check", "drafters_of"]
 
 BATCH, SIZE = 8, 256
 EDGE = {"float32": 1e-3, "bfloat16": TAU_LIMIT["bfloat16"]}
@@ -64,7 +64,8 @@ def check(
     ids = prompts(lm, count, longest)
     work = batches(ids, known(lm), batch)
     draws = 2 * PROMPTS * sum(calls(samples, group, many) for group in groups(known(lm)))
-    total = draws + len(work) * (1 + len(widths) * (1 + len(drafters))) + len(widths)
+    drafted = sum(d.widest is None or width <= d.widest for width in widths for d in drafters)
+    total = draws + len(work) * (1 + len(widths) + drafted) + len(widths)
     step, close = _progress(lm.id, total) if progress else (lambda: None, lambda: None)
     try:
         laws, first = distribution(

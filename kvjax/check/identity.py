@@ -68,6 +68,8 @@ def identity(
                 Pair(request, width, a, b) for request, a, b in found if a is not None and b is not None
             ]
             for drafter in drafters:
+                if drafter.widest is not None and width > drafter.widest:
+                    continue
                 order, loaded = laid[drafter.rows]
                 texts = np.zeros((programs.batch, programs.size), np.int32)
                 for slot, i in enumerate(order):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from kvjax.checkpoints.hf import INDEX, SINGLE
+from kvjax.checkpoints.hf import INDEX, SINGLE, SIZES
 from kvjax.checkpoints.load import table_rows
 from kvjax.checkpoints.table import DTYPES, CheckpointError, Row, cast
 from kvjax.lm import LM
+from kvjax.typing import Params
 
-_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def save_hf(
@@ -35,30 +37,41 @@ def save_hf(
       CheckpointError: `directory` exists and is not empty, an unknown dtype, or parameters spread over
         several processes.
     """
+    dtype = dtype or str(lm.params[0].dtype)
+    if dtype not in NAMES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(NAMES)}")
+    with whole(directory, lm.params) as part:
+        _weights(lm, part, dtype, max_shard_bytes)
+        config = dataclasses.replace(lm.config, dtype=dtype)
+        write_json(part / "config.json", config.to_hf())
+        ends = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
+        write_json(part / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})
+        if lm.tokenizer is not None:
+            lm.tokenizer.save(part)
+    return Path(directory).expanduser()
+
+
+@contextlib.contextmanager
+def whole(directory: str | Path, params: Params) -> Iterator[Path]:
+    """A directory to write into, which becomes `directory` at the end, or leaves no trace.
+
+    Raises:
+      CheckpointError: `directory` exists and is not empty, or `params` are spread over several processes.
+    """
     directory = Path(directory).expanduser()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory}: exists; nothing is overwritten")
-    dtype = dtype or str(lm.params[0].dtype)
-    if dtype not in _NAMES:
-        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(_NAMES)}")
-    if not all(p.is_fully_addressable for p in lm.params):
+    if not all(p.is_fully_addressable for p in params):
         raise CheckpointError("the parameters live on several processes; load on one process to export")
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".part"))
     try:
         part.chmod(0o755)
-        _weights(lm, part, dtype, max_shard_bytes)
-        config = dataclasses.replace(lm.config, dtype=dtype)
-        _write_json(part / "config.json", config.to_hf())
-        ends = {"bos_token_id": config.bos, "eos_token_id": list(config.eos)}
-        _write_json(part / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})
-        if lm.tokenizer is not None:
-            lm.tokenizer.save(part)
+        yield part
         part.rename(directory)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    return directory
 
 
 def _weights(lm: LM, part: Path, dtype: str, limit: int) -> None:
@@ -81,29 +94,43 @@ def _weights(lm: LM, part: Path, dtype: str, limit: int) -> None:
         total += _write_shard(part / name, shard, leaf, dtype)
         place |= {hf: name for row in shard for hf in row.hf}
     if count > 1:
-        _write_json(
+        write_json(
             part / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
         )
 
 
 def _write_shard(path: Path, rows: Sequence[Row], leaf: dict[str, jax.Array], dtype: str) -> int:
     """One safetensors file, a leaf at a time; returns the bytes of its tensors."""
+
+    def parts(row: Row) -> list[np.ndarray]:
+        split = row.op.split(np.asarray(leaf[row.ours]), row.shapes)
+        return [cast(tensor, DTYPES[dtype]) for tensor in split]
+
+    named = [
+        (name, NAMES[dtype], shape) for row in rows for name, shape in zip(row.hf, row.shapes, strict=True)
+    ]
+    return write_safetensors(path, named, (tensor for row in rows for tensor in parts(row)))
+
+
+def write_safetensors(
+    path: Path, named: Sequence[tuple[str, str, tuple[int, ...]]], tensors: Iterable[np.ndarray]
+) -> int:
+    """A file of `tensors`, whose names, dtypes (as safetensors calls them) and shapes are known beforehand, so that
+    one at a time need exist; returns their bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for row in rows:
-        for name, shape in zip(row.hf, row.shapes, strict=True):
-            end = at + math.prod(shape) * DTYPES[dtype].itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-            at = end
+    for name, kind, shape in named:
+        end = at + math.prod(shape) * SIZES[kind]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
-        for row in rows:
-            for tensor in row.op.split(np.asarray(leaf[row.ours]), row.shapes):
-                f.write(cast(tensor, DTYPES[dtype]).reshape(-1).view(np.uint8).data)
+        for tensor in tensors:
+            f.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
     return at
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -18,7 +18,7 @@ import numpy as np
 from kvjax.checkpoints.table import DTYPES, CheckpointError, Info, empty
 
 # safetensors' dtype names: bytes per element, and our name for those that weights may have.
-_SIZES = {
+SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2,
     "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
@@ -89,14 +89,14 @@ def _entry(value: Any, base: int) -> _Entry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError("its header entry needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _SIZES:
+    if not isinstance(dtype, str) or dtype not in SIZES:
         raise CheckpointError(f"unknown dtype {_short(dtype)!r}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise CheckpointError(f"{_short(numbers)} is not a list of sizes")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"data_offsets {offsets} are not a range")
-    needed = math.prod(shape) * _SIZES[dtype]
+    needed = math.prod(shape) * SIZES[dtype]
     if needed != offsets[1] - offsets[0]:
         raise CheckpointError(
             f"{dtype} {shape} needs {needed} bytes, data_offsets hold {offsets[1] - offsets[0]}"

@@ -87,10 +87,10 @@ def load(
     rows = table_rows(config, model.rules.kv_heads)
     match(rows, opened.source, tied=config.tie, readable=opened.readable)
     abstract = dict(zip(model.names, model.abstract(), strict=True))
-    _agree(rows, abstract)
+    agree(rows, abstract)
     marks.append(time.perf_counter())
     _log.info("%s: %s in %s on %s", located.id, config.model_type, dtype, platform)
-    placed = _place(rows, opened.source, dtype, abstract, progress, located.id)
+    placed = place(rows, opened.source, dtype, abstract, progress, located.id)
     params: Params = tuple(placed[name] for name in model.names)
     marks.append(time.perf_counter())
     phases = ("find", "open", "build", "weights")
@@ -183,14 +183,15 @@ def _end(config: ModelConfig, ids: Sequence[int]) -> ModelConfig:
     return dataclasses.replace(config, eos=tuple(sorted({*config.eos, *ids})))
 
 
-def _agree(rows: Sequence[Row], abstract: dict[str, jax.ShapeDtypeStruct]) -> None:
+def agree(rows: Sequence[Row], abstract: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Whether table and model name the same leaves and shapes; that they do is this project's business."""
     ours, wanted = {row.ours: row.shape for row in rows}, {n: tuple(s.shape) for n, s in abstract.items()}
     if ours != wanted:
         differ = sorted(n for n in {*ours, *wanted} if ours.get(n) != wanted.get(n))
         raise AssertionError(f"checkpoint table and model disagree on {differ}")
 
 
-def _place(
+def place(
     rows: Sequence[Row],
     source: Source,
     dtype: str,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,6 +25,9 @@ from kvjax.cli.frame import (
     main,
     prompt_or_stdin,
 )
+
+if TYPE_CHECKING:
+    from kvjax.lm import LM, Drafter
 
 
 @main.command()
@@ -81,12 +84,15 @@ def pull(name: str | None, show: bool, directory: Path | None, as_json: bool) ->
 @click.option("--thinking/--no-thinking", default=None, help="For chat templates that have this switch.")
 @click.option(
     "--draft",
+    "--drafter",
     default="none",
-    help="Where drafts come from: none, ngram (the text so far), or a smaller "
-    "MODEL of the same vocabulary. Each token is verified.",
+    help="Where drafts come from: none, ngram (the text so far), a DFlash drafter, or a smaller MODEL of the same "
+    "vocabulary. Each token is verified.",
 )
 @click.option(
-    "--width", type=int, help="Rows the target model verifies at once. [default: 8 for ngram, 4 for a model]"
+    "--width",
+    type=int,
+    help="Rows the target model verifies at once. [default: the drafter's block, 8 for ngram, 4 for a model]",
 )
 @click.option("--stream/--no-stream", default=None, help="Print text as it is made. [default: on a terminal]")
 @click.option("--logprobs", is_flag=True, help="With --json: the log-probability of each token.")
@@ -119,7 +125,7 @@ def generate(
             "prompt %s", "wrapped in the chat template (--no-chat: as it is)" if chat else "given as it is"
         )
     request = [[{"role": "user", "content": prompt}] if chat else prompt]
-    source, width = draft_source(draft, width, loading)
+    source, width = draft_source(draft, width, lm, loading)
     options = {**sampling, "thinking": thinking, "draft": source, "width": width}
 
     if stream is None:
@@ -239,12 +245,18 @@ def plan_transfer(
     "--widths", type=Numbers(), default="2,4,8,16", help="Widths that are compared with plain decoding."
 )
 @click.option("--samples", default=256, help="Draws per prompt and setting, for claim (a).")
+@click.option(
+    "--draft",
+    "--drafter",
+    help="A DFlash drafter or smaller MODEL to draft with as well, up to the drafter's block.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @loading_options
 def check(
     models: tuple[str, ...],
     as_json: bool,
     loading: Loading,
+    draft: str | None,
     **options: Any,
 ) -> None:
     """Prove on each MODEL that drafting changes nothing.
@@ -255,14 +267,18 @@ def check(
     """
     import jax
 
-    from kvjax.check import Report
+    from kvjax.check import DRAFTERS, Report, drafters_of
     from kvjax.check import check as prove
 
     found = []
+    shown = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
     for model in models:  # one at a time: only one has its weights and programs (0.3 GB) in memory
         lm = loading.model(model)
-        found.append(prove(lm, progress=sys.stderr.isatty() and log.isEnabledFor(logging.INFO), **options))
-        del lm
+        drafters = (
+            DRAFTERS if draft is None else (*DRAFTERS, *drafters_of(lm, load_draft(draft, lm, loading)))
+        )
+        found.append(prove(lm, progress=shown, drafters=drafters, **options))
+        del lm, drafters
         jax.clear_caches()
     report = Report(tuple(found))
     click.echo(json.dumps(report.json()) if as_json else report.text())
@@ -294,7 +310,7 @@ def bench(name: str | None, arguments: tuple[str, ...]) -> None:
     raise SystemExit(subprocess.run([sys.executable, str(scripts[name]), *arguments], check=False).returncode)
 
 
-def draft_source(draft: str, width: int | None, loading: Loading) -> tuple[Any, int | None]:
+def draft_source(draft: str, width: int | None, lm: LM, loading: Loading) -> tuple[Any, int | None]:
     """What `serve.generate` takes as `draft` and `width`."""
     if draft == "none":
         return None, width
@@ -302,7 +318,14 @@ def draft_source(draft: str, width: int | None, loading: Loading) -> tuple[Any, 
         from kvjax.decode.ngram import Ngram
 
         return Ngram(width=8 if width is None else width), None
-    return loading.model(draft, revision=False), width
+    return load_draft(draft, lm, loading), width
+
+
+def load_draft(draft: str, lm: LM, loading: Loading) -> LM | Drafter:
+    """A block drafter, or a smaller model, whichever `draft` names."""
+    from kvjax.checkpoints.drafters import is_drafter, load_drafter
+
+    return load_drafter(draft, lm) if is_drafter(draft) else loading.model(draft, revision=False)
 
 
 def note(answer: Any, seconds: float, more: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,13 +130,20 @@ def build(
         kv, h = rules.kv_heads, config.head_dim
         choice.backend(*(jax.ShapeDtypeStruct((1, kv, r, h), dtype) for r in (config.num_heads // kv, 256)))
     setting = Setting(rules, dtype, choice, train)
+    return Model(config, setting, *outline(lambda: Decoder(config, setting, nnx.Rngs(0))))
+
+
+def outline(
+    make: Callable[[], nnx.Module],
+) -> tuple[tuple[str, ...], tuple[jax.ShapeDtypeStruct, ...], Any, Any]:
+    """(names, shapes, graph, tree) of the module `make` builds, whose arrays are not computed."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        abstract = nnx.eval_shape(lambda: Decoder(config, setting, nnx.Rngs(0)))
+        abstract = nnx.eval_shape(make)
     graph, state = nnx.split(abstract)
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     names = tuple(".".join(_key(k) for k in path if _key(k)) for path, _ in paths)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in paths)
-    return Model(config, setting, names, shapes, graph, tree)
+    return names, shapes, graph, tree
 
 
 def regroup(name: str, x: np.ndarray, config: ModelConfig, stored: int) -> np.ndarray:

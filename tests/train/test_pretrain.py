@@ -281,6 +281,10 @@ def test_what_cannot_be_trained_is_refused_by_name(corpus: Path, tmp_path: Path)
         Pretrain(run_config({**QWEN3, "vocab_size": 300}), corpus)
     with pytest.raises(TrainError, match="a phase of length 129 is longer than max_position_embeddings"):
         Pretrain(run_config(phases=((1, 1, 129),)), corpus)
+    with pytest.raises(
+        TrainError, match=r"transformers refuses it: .* \(40\) is not a multiple .* heads \(6\)"
+    ):
+        Pretrain(run_config({**LLAMA, "hidden_size": 40, "num_attention_heads": 6}), corpus)
     with pytest.raises(TrainError, match="no tokenizer.json"):
         Pretrain(dataclasses.replace(run_config(), options={"model": QWEN3, "tokenizer": "none"}), corpus)
     with pytest.raises(TrainError, match="pretrain: unknown tokeniser"):

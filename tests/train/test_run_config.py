@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvjax.resources import config_path
 from train import config
 from train.config import Phase, TrainError, differences
+from train.pretrain import _loadable
 
 TEXT = """
 name = "small"
@@ -55,6 +56,7 @@ def test_a_file_is_read_with_its_defaults(tmp_path: Path) -> None:
 def test_the_packaged_configurations_are_whole(name: str) -> None:
     got = config.read(config_path(f"mini/{name}.toml"))
     assert got.name == name and got.steps == sum(phase.steps for phase in got.phases)
+    _loadable(got.options["model"])
 
 
 REFUSED = {

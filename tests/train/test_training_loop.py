@@ -115,6 +115,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     return lines(directory), done.params
 
 
+class Worsening(Bigram):
+    """Every score is worse than the one before."""
+
+    def evaluate(self, params: Any) -> dict[str, float]:
+        return {"nats": -super().evaluate(params)["nats"]}
+
+
+def test_the_best_is_of_the_last_phase(tmp_path: Path) -> None:
+    """A model that has not seen the last phase (its length, say) is not the result, however it scores."""
+    paused = fit(Worsening(), run_config(), tmp_path, stop_at=8)
+    assert not paused.done and paused.best == 8 and paused.metrics
+    for _ in range(2):  # a finished run answers the same again
+        done = fit(Worsening(), run_config(), tmp_path)
+        assert done.done and done.best == 12
+        journal = {e["step"]: e["nats"] for e in lines(tmp_path) if "nats" in e}
+        assert journal[4] < journal[8] < journal[12] == done.metrics["nats"] < journal[15]
+
+
 # --- one run --------------------------------------------------------------------------------------------------------
 
 
