@@ -170,7 +170,9 @@ def test_a_planted_linear_hidden_state_is_recovered() -> None:
     stats = taken_in([planted(1), planted(2)])
     part = fit.fit_hidden(stats, (0, 2), ridge=0)
     x, _, hidden = planted(3)
-    rows = tuple((x[:, :, i, 0].transpose(0, 2, 1, 3), x[:, :, i, 1].transpose(0, 2, 1, 3)) for i in (0, 2))
+    rows = tuple(
+        (x[:, :, i, 0].transpose(0, 2, 1, 3), x[:, :, i, 1].transpose(0, 2, 1, 3)) for i in part.layers
+    )
     pos = jnp.zeros(x.shape[:2], jnp.int32)
     np.testing.assert_allclose(map_hidden(part, rows, pos, SOURCE), hidden, rtol=1e-4, atol=2e-2)
     other = taken_in([planted(4)])
