@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import random
 import string
 import subprocess
@@ -43,6 +44,12 @@ def lm():
 def test_version():
     result = run("--version")
     assert (result.exit_code, result.stdout) == (0, f"kvjax {kvjax.__version__}\n")
+
+
+def test_quiet_lasts_for_one_command():
+    level = logging.getLogger("kvjax").level
+    assert run("-q", "pull", "--list").exit_code == 0
+    assert logging.getLogger("kvjax").level == level
 
 
 @pytest.mark.parametrize("command", [[], ["pull"], ["generate"]])

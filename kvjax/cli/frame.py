@@ -154,13 +154,16 @@ def prompt_or_stdin(prompt: str | None) -> str:
 @click.version_option(__version__, message="kvjax %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
-def main(debug: bool, quiet: bool) -> None:
+@click.pass_context
+def main(context: click.Context, debug: bool, quiet: bool) -> None:
     """Run Llama and Qwen checkpoints; draft blocks of tokens and verify them exactly.
 
     MODEL is a named model (`kvjax pull --list`), a Hugging Face directory, a hub id or a GGUF file.
     """
     if not any(isinstance(handler, Notes) for handler in log.handlers):
         log.addHandler(Notes())
+    # For this command only: a program that calls it keeps its own level.
+    context.call_on_close(functools.partial(log.setLevel, log.level))
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
