@@ -154,6 +154,6 @@ def test_the_python_of_the_readme_runs(capsys):
 def test_the_readme_opens_with_the_two_commands():
     commands = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     run, test = commands[:2]
-    assert run.endswith("kvjax demo") and test.endswith("-m pytest -q")
+    assert run.endswith("kvjax demo") and test.endswith("-m pytest -q -n 2 --dist loadfile")
     # continuous integration runs the line that is printed, not one like it
     assert "README.md" in (ROOT / ".ci/run").read_text()
