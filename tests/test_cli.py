@@ -46,16 +46,23 @@ def test_version():
     assert (result.exit_code, result.stdout) == (0, f"kvjax {kvjax.__version__}\n")
 
 
-def test_quiet_lasts_for_one_command():
-    level = logging.getLogger("kvjax").level
+def test_notes_and_quiet_last_for_one_command():
+    log = logging.getLogger("kvjax")
+    before = log.level, log.propagate
     assert run("-q", "pull", "--list").exit_code == 0
-    assert logging.getLogger("kvjax").level == level
+    assert (log.level, log.propagate) == before
 
 
 @pytest.mark.parametrize("command", [[], ["pull"], ["generate"]])
 def test_help(command):
     result = run(*command, "--help")
     assert result.exit_code == 0 and result.stdout.startswith("Usage:")
+
+
+def test_notes_are_said_once(caplog):
+    """Whatever else hangs on the root logger, as caplog does."""
+    result = run("generate", MODEL, "in the", *SHORT)
+    assert result.stderr.count("weights") == 1 and not caplog.records
 
 
 def test_generate_prints_what_the_library_gives(lm):

@@ -162,9 +162,15 @@ def main(context: click.Context, debug: bool, quiet: bool) -> None:
     """
     if not any(isinstance(handler, Notes) for handler in log.handlers):
         log.addHandler(Notes())
-    # For this command only: a program that calls it keeps its own level.
-    context.call_on_close(functools.partial(log.setLevel, log.level))
-    log.setLevel(logging.ERROR if quiet else logging.INFO)
+    # For this command only: a program that calls it keeps its own settings. Some packages, grain among them, hang a
+    # handler on the root logger, which would say everything twice.
+    context.call_on_close(functools.partial(_set_log, log.level, log.propagate))
+    _set_log(logging.ERROR if quiet else logging.INFO, False)
+
+
+def _set_log(level: int, propagate: bool) -> None:
+    log.setLevel(level)
+    log.propagate = propagate
 
 
 def _keep_programs(directory: Path | None, disabled: bool) -> None:
