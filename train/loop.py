@@ -33,6 +33,10 @@ class Task(Protocol):
     rules: Rules
     metric: str  # of `evaluate`: the one whose lowest value is best
 
+    @property
+    def coordinates(self) -> stepping.Coordinates | None:
+        """Those the optimizer works in, if they are not the parameters' own."""
+
     def init(self) -> tuple[Any, Any]:
         """(float32 parameters to train, the same tree of bool: which get weight decay)."""
 
@@ -95,6 +99,8 @@ def _fit(
     end = total if stop_at is None else min(stop_at, total)
     params, decayed = task.init()
     transform = stepping.optimizer(config.optimizer, total, decayed)
+    if task.coordinates is not None:
+        transform = stepping.within(task.coordinates, transform)
     rate = stepping.schedule(config.optimizer, total)
     state = stepping.create(params, transform, run.seed)
     del params
@@ -106,13 +112,13 @@ def _fit(
         scores = checkpoints.scores(at)
         log.info("resuming %s at step %d of %d", config.name, at, total)
     journal = Journal(directory / METRICS, at)
-    guard = Guard(run.diverged, journal.losses)
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     bar = tqdm(total=total, initial=at, unit="step", desc=config.name, disable=not sys.stderr.isatty())
     try:
         while at < end and time.monotonic() < deadline:
             index, inside = config.phase_at(at)
             phase = config.phases[index]
+            guard = Guard(run.diverged, journal.losses[at - inside :])  # phases need not share a loss
             last = min(end, at + phase.steps - inside)
             step = stepping.make_step(task.loss, transform, rate, phase.accumulate)
             batches = Batches(task.data(phase, index), position if inside else None)
@@ -200,7 +206,8 @@ class Journal:
 
 
 class Guard:
-    """Notices a run that diverges: its smoothed loss climbs above `limit` times that of the first steps."""
+    """Notices a run that diverges: its smoothed loss climbs above `limit` times that of the first steps
+    of its phase."""
 
     WINDOW = 20
 

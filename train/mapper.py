@@ -30,9 +30,12 @@ from kvjax.transfer.geometry import content
 from kvjax.transfer.mapper import Mapper, map_content
 from kvjax.transfer.scoring import Cut, agreement, behind, native, positions, read, rollout
 from kvjax.typing import Array, Float
+from train import whitening
 from train.config import Phase, TrainConfig, TrainError, parse
+from train.step import Coordinates
 
 LOSSES = ("attention", "suffix", "rollout", "free")
+ROWS = 8  # of calibration, for each input of a layer's map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +116,26 @@ class MapperTask:
                 for m in self.start.maps
             )
         else:
-            params = tuple(
-                {name: self._factors(i, c, getattr(m, name)) for c, name in enumerate(("key", "value"))}
+            factors = tuple(
+                {name: self._factors(i, c, getattr(m, name)) for c, name in enumerate(whitening.NAMES)}
                 for i, m in enumerate(self.start.maps)
             )
+            params = self.coordinates.apply(self.coordinates.arrays, factors)
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # copies: a step donates
         # A map is pulled towards its start by `reconstruction`, not towards zero.
         return params, jax.tree.map(lambda x: False, params)
+
+    @functools.cached_property
+    def coordinates(self) -> Coordinates:
+        """White inputs, by the moments of as many training texts as give each input ROWS rows."""
+        options, start = self.options, self.start
+        inputs = max(max(m.key.shape[-1], m.value.shape[-1]) for m in start.maps)
+        stats = calibrate.collect(
+            self.source, self.target, self.documents["train"], length=options.prefix, joint=start.joint,
+            sequences=-(-ROWS * inputs // options.prefix),
+        )  # fmt: skip
+        apply = whitening.affine if options.part == "affine" else whitening.residual
+        return Coordinates(whitening.basis(start, stats), apply)
 
     def _factors(self, layer: int, channel: int, weight: jax.Array) -> dict[str, jax.Array]:
         out, inner = weight.shape[:2], weight.shape[2:]

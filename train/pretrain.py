@@ -54,6 +54,7 @@ class Pretrain:
     """A `train.loop.Task`. Parameters are float32; forward and backward run in `run.compute`."""
 
     metric = "bits_per_byte"
+    coordinates = None
 
     def __init__(self, config: TrainConfig, corpus: Path) -> None:
         """

@@ -59,6 +59,35 @@ def optimizer(config: OptimizerConfig, steps: int, decayed: Any) -> optax.Gradie
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Coordinates:
+    """A linear change of parameters: `apply(arrays, tree)` carries a tree like the parameters from the coordinates the
+    optimizer works in to those of the parameters."""
+
+    arrays: Any
+    apply: Callable[[Any, Any], Any]
+
+
+def within(coordinates: Coordinates, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` in these coordinates. Its arrays are part of the state, so a resumed run goes on in the same ones. Weight
+    decay, if `inner` has any, is that of the parameters."""
+
+    def init(params: Any) -> tuple[Any, Any]:
+        return coordinates.arrays, inner.init(params)
+
+    def update(grads: Any, state: tuple[Any, Any], params: Any = None) -> tuple[Any, tuple[Any, Any]]:
+        arrays, moments = state
+
+        def forward(tree: Any) -> Any:
+            return coordinates.apply(arrays, tree)
+
+        (turned,) = jax.linear_transpose(forward, grads)(grads)
+        updates, moments = inner.update(turned, moments, params)
+        return forward(updates), (arrays, moments)
+
+    return optax.GradientTransformation(init, update)
+
+
 def create(params: Any, transform: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first step. `params` keep their sharding, and so do the moments."""
     moments = jax.jit(transform.init)(params)

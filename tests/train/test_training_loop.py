@@ -36,6 +36,7 @@ class Bigram:
     """Next-token cross-entropy from a table of logits; not finite on batches that hold the token BAD."""
 
     metric = "nats"
+    coordinates = None
 
     def __init__(self, rules: Rules = PLAIN, bad_at: int | None = None) -> None:
         self.rules, self.bad_at = rules, bad_at
