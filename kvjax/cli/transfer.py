@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     default="explained",
     help="Which: those that explain most, or those of the same depth.",
 )
-@click.option("--ridge", default=1e-3, help="Strength, relative to the mean variance of the inputs.")
+@click.option("--ridge", default=1e-3, help="Strength, relative to the mean variance of each kind of input.")
 @click.option(
     "--method",
     type=click.Choice(("ridge", "recolour", "weighted")),

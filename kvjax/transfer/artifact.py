@@ -24,7 +24,7 @@ from kvjax.transfer.mapper import DTYPES, LayerMap, Mapper, converted
 
 FORMAT = 1
 MANIFEST, WEIGHTS, SUMS = "manifest.json", "weights.safetensors", "SHA256SUMS"
-RIDGE = "lambda = ridge * trace(C) / P, added to the covariance C (per row) of the P inputs of one solve"
+RIDGE = "ridge * mean variance of an input's own block (kind of row, source layer), added to the covariance per row"
 
 
 class ArtifactError(ValueError):

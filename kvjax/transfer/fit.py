@@ -1,7 +1,8 @@
 """Closed-form maps from moments: every choice of layers, heads and ridge strength is a sub-matrix solve in float64.
 
-The ridge strength is relative: lambda = ridge * trace(C) / P over the covariance C of the P inputs of one solve, added
-to that covariance (not to the sum over rows), so it means the same for any number of rows, inputs and scale.
+The ridge strength is relative: `levels` are added to the diagonal of the inputs' covariance (not of the sum over rows),
+so it means the same for any number of rows, inputs and scale, and for keys as for values, whose variance is often far
+less.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _solve(stats, group, index, out, own, layer, channel, config) -> np.ndarray:
     """[outputs, inputs]: the map of centred inputs to centred outputs."""
     xy = stats.xy[group][np.ix_(index, out)]
     with _naming(stats, index, f"target layer {layer}, {CHANNELS[channel]}s"):
-        xx, level = _inputs(stats, group, index, config.ridge)
+        xx, level = _inputs(stats, group, index, _block(stats, config.local), config.ridge)
         if config.method == "ridge":
             return _ridge(xx, xy, level)
         yy = stats.yy[layer, channel][own, own]
@@ -109,7 +110,7 @@ def fit_hidden(stats: Statistics, layers: tuple[int, ...], *, ridge: float = 1e-
     part = _hidden(stats)
     _, index = stats.inputs(layers, 0)
     with _naming(stats, index, f"hidden state entering target layer {part.entering}"):
-        xx, level = _inputs(stats, 0, index, ridge)
+        xx, level = _inputs(stats, 0, index, _block(stats), ridge)
         weight = _ridge(xx, part.xh[index], level)
     grid = (len(index) // stats.source.width, stats.source.kv_heads, stats.source.head_dim)
     single = functools.partial(jnp.asarray, dtype=jnp.float32)
@@ -137,10 +138,22 @@ def _hidden(stats: Statistics) -> HiddenStatistics:
     return stats.hidden
 
 
-def _inputs(stats: Statistics, group: int, index: np.ndarray, ridge: float) -> tuple[np.ndarray, float]:
-    """(covariance of these inputs, the ridge added to it)."""
+def levels(xx: np.ndarray, block: int, ridge: float) -> np.ndarray:
+    """[P]: what is added to the diagonal of a covariance of P inputs: `ridge` times the mean variance of an input's own
+    block (one kind of row of one source layer), of which each `block` inputs in turn are one."""
+    return np.repeat(ridge * np.diag(xx).reshape(-1, block).mean(1), block)
+
+
+def _block(stats: Statistics, local: bool = False) -> int:
+    return stats.source.head_dim if local else stats.source.width
+
+
+def _inputs(
+    stats: Statistics, group: int, index: np.ndarray, block: int, ridge: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(covariance of these inputs, the ridge added to its diagonal)."""
     xx = stats.xx[group][np.ix_(index, index)]
-    return xx, ridge * np.trace(xx) / len(index)
+    return xx, levels(xx, block, ridge)
 
 
 @contextlib.contextmanager
@@ -157,18 +170,18 @@ def _naming(stats: Statistics, index: np.ndarray, where: str) -> Iterator[None]:
         raise CalibrationError(f"{where}: the moments are singular ({error}); use a larger ridge") from None
 
 
-def _ridge(xx: np.ndarray, xy: np.ndarray, level: float) -> np.ndarray:
-    factor = scipy.linalg.cho_factor(xx + level * np.eye(len(xx)), lower=True)
+def _ridge(xx: np.ndarray, xy: np.ndarray, level: np.ndarray) -> np.ndarray:
+    factor = scipy.linalg.cho_factor(xx + np.diag(level), lower=True)
     return scipy.linalg.cho_solve(factor, xy).T
 
 
-def _recolour(xx: np.ndarray, xy: np.ndarray, yy: np.ndarray, level: float) -> np.ndarray:
+def _recolour(xx: np.ndarray, xy: np.ndarray, yy: np.ndarray, level: np.ndarray) -> np.ndarray:
     """Cyy^(1/2) Q P^(-1/2): P is the covariance of the ridge prediction, Q the closest orthogonal map (to 1) between
     the whitened prediction and the whitened target. So what is mapped has the target's covariance."""
     weight = _ridge(xx, xy, level)
     predicted = weight @ xx @ weight.T
     cross = weight @ xy  # covariance of prediction and target
-    floor = level + 1e-12 * np.trace(yy) / len(yy)
+    floor = level.mean() + 1e-12 * np.trace(yy) / len(yy)
     whiten, root = _power(predicted, -0.5, floor), _power(yy, 0.5, 0.0)
     u, _, vt = np.linalg.svd(_power(yy, -0.5, floor) @ cross.T @ whiten)
     return root @ (u @ vt) @ whiten @ weight
@@ -194,7 +207,7 @@ def assign_heads(stats: Statistics, layer: int, chosen: tuple[int, ...]) -> np.n
             for other in range(source.kv_heads):
                 part = grid[:, other].reshape(-1)
                 xx, xy = stats.xx[group][np.ix_(part, part)], stats.xy[group][np.ix_(part, out[own])]
-                level = 1e-3 * np.trace(xx) / len(part) + 1e-12
+                level = levels(xx, source.head_dim, 1e-3) + 1e-12
                 score[head, other] += explained(_ridge(xx, xy, level), xx, xy, yy) / 2
     if source.kv_heads >= target.kv_heads:
         return scipy.optimize.linear_sum_assignment(-score)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.transfer.fit import _ridge, explained
+from kvjax.transfer.fit import _ridge, explained, levels
 from kvjax.transfer.moments import Statistics
 
 Selection = tuple[tuple[int, ...], ...]
@@ -24,7 +24,7 @@ def table(stats: Statistics, *, ridge: float = 1e-3) -> np.ndarray:
         for channel in (0, 1):
             group, index = stats.inputs((source,), channel)
             xx = stats.xx[group][np.ix_(index, index)]
-            level = ridge * np.trace(xx) / len(index) + 1e-12
+            level = levels(xx, stats.source.width, ridge) + 1e-12
             for layer in range(stats.target.layers):
                 _, out = stats.outputs(layer, channel)
                 xy = stats.xy[group][np.ix_(index, out)]

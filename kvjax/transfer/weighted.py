@@ -26,7 +26,7 @@ from tqdm import tqdm
 from kvjax.lm import LM
 from kvjax.models import Model
 from kvjax.transfer import calibrate
-from kvjax.transfer.fit import FitConfig, _ridge, assign_heads
+from kvjax.transfer.fit import FitConfig, _ridge, assign_heads, levels
 from kvjax.transfer.geometry import Geometry
 from kvjax.transfer.mapper import LayerMap, Mapper
 from kvjax.transfer.moments import CalibrationError, Statistics
@@ -210,6 +210,7 @@ def fit(
     variance = np.maximum(host.r2 / rows - (host.r / rows) ** 2, 1e-30)
     alpha = np.minimum(1, np.sqrt(np.maximum(rows / min(rows, 2 * p) - 1, 0) / variance))
     mean_x, mean_y = (np.asarray(z, np.float64) for z in shift)
+    block = source.width if heads is None else source.head_dim
     maps = []
     for layer, chosen in enumerate(selection):
         found: dict[str, list[Any]] = {"key": [], "value": [], "key_bias": [], "value_bias": []}
@@ -224,7 +225,7 @@ def fit(
                 dx, dy = mix(host.x) / total, mix(host.y) / total
                 xx = mix(host.xx) / total - np.outer(dx, dx)
                 xy = mix(host.xy) / total - np.outer(dx, dy)
-                weight = _ridge(xx, xy, config.ridge * np.trace(xx) / p)  # [H, P]
+                weight = _ridge(xx, xy, levels(xx, block, config.ridge))  # [H, P]
                 # The map subtracts the plain means; what the weighted centre is off by goes into the bias.
                 found[f"{name}_bias"].append(mean_y[layer, channel, head] + dy - weight @ dx)
                 found[name].append(weight)

@@ -72,6 +72,22 @@ def test_closed_form_is_lstsq(joint: bool) -> None:
         np.testing.assert_allclose(np.asarray(weight).reshape(-1, inputs.shape[1]).T, solution, atol=1e-4)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_ridge_knows_no_units(local: bool) -> None:
+    """Keys a hundred times as large, of one layer or of all, are shrunk no more and no less."""
+    x, y = data(1, noise=1.0)
+    how = fit.FitConfig(ridge=0.1, local=local)
+    plain = predicted(fit.fit(taken_in([(x, y)], True), ALL, how), x)
+    for layers in ([1], [0, 1, 2]):
+        large = x.copy()
+        large[:, :, layers, 0] *= 100
+        np.testing.assert_allclose(
+            predicted(fit.fit(taken_in([(large, y)], True), ALL, how), large), plain, atol=1e-2
+        )
+    less = predicted(fit.fit(taken_in([(x, y)], True), ALL, fit.FitConfig(ridge=1e-6, local=local)), x)
+    assert np.abs(less - plain).max() > 0.1  # this ridge does something
+
+
 @pytest.mark.parametrize("joint", [True, False])
 def test_streaming_is_one_batch_also_far_from_zero(joint: bool) -> None:
     parts = [data(i, offset=300.0, noise=1.0) for i in range(4)]
