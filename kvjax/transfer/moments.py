@@ -211,8 +211,24 @@ class Statistics:
             return 0, np.arange(first, first + width)
         return channel, np.arange(layer * width, (layer + 1) * width)
 
+    def own_kind(self) -> Statistics:
+        """Of moments of both kinds, the part that explains keys by keys and values by values."""
+        if not self.joint:
+            return self
+        x, y = ([_one_kind(g, channel) for channel in KEY_VALUE] for g in (self.source, self.target))
+        pairs = list(zip(x, y, strict=True))
+        return dataclasses.replace(
+            self, mean_x=np.stack([self.mean_x[0, i] for i in x]), mean_y=np.stack([self.mean_y[0, i] for i in y]),
+            xx=np.stack([self.xx[0][np.ix_(i, i)] for i in x]),
+            xy=np.stack([self.xy[0][np.ix_(i, j)] for i, j in pairs]), hidden=None,
+        )  # fmt: skip
+
 
 KEY_VALUE = (0, 1)
+
+
+def _one_kind(g: Geometry, channel: int) -> np.ndarray:
+    return np.arange(g.layers * 2 * g.width).reshape(g.layers, 2, g.width)[:, channel].reshape(-1)
 
 
 def statistics(

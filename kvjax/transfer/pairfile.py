@@ -27,19 +27,23 @@ class TextsTable:
     batch: int = 4
 
 
+KINDS = ("both", "own kind", "head-local")
+"""Keys and values explain both; each its own kind; each target head reads one source head, keys and values of it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FitTable:
-    """Closed-form maps that are compared: k source layers each. The rest as in `kvjax.transfer.pairs.FitOptions`."""
+    """Closed-form maps that are compared: k source layers each, in each of `kinds` (`KINDS`). The rest as in
+    `kvjax.transfer.pairs.FitOptions`."""
 
     k: tuple[int, ...]
+    kinds: tuple[str, ...] = ("both",)
     sequences: int = 200
     length: int = 512
     every: int = 1
     batch: int = 4
     ridge: float = 1e-3
     method: str = "ridge"
-    local: bool = False
-    joint: bool = True
     layers: str = "explained"
 
 
@@ -127,6 +131,9 @@ class PairConfig:
                 raise StudyError(f"bars.{name}: there is no such map; there are {CLOSED!r} and those trained")
             if bars.quality is not None and not self.choice.items:
                 raise StudyError(f"bars.{name}.quality: choice.items is 0, so no quality is measured")
+        for kind in self.fit.kinds:
+            if kind not in KINDS:
+                raise StudyError(f"fit.kinds: {kind!r} is not one of {', '.join(KINDS)}")
         if self.rollout.steps < 1:
             raise StudyError(f"rollout.steps must be at least 1, got {self.rollout.steps}")
 

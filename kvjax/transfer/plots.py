@@ -38,9 +38,14 @@ def _sweep(figure: Any, rows: Table) -> None:
         ("map_ms", "mapping, ms"),
     )  # fmt: skip
     for axis, (name, label) in zip(figure.subplots(1, len(columns)), columns, strict=True):
-        axis.plot([row["k"] for row in rows], [row[name] for row in rows], marker="o", color=DARK)
+        for i, kind in enumerate(dict.fromkeys(row["kind"] for row in rows)):
+            own = [row for row in rows if row["kind"] == kind]
+            axis.plot(
+                [row["k"] for row in own], [row[name] for row in own], marker="o", color=f"C{i}", label=kind
+            )
         axis.set_xlabel("source layers k")
         axis.set_title(label, fontsize=9)
+    axis.legend(fontsize=7)
 
 
 def _conditions(figure: Any, rows: Table) -> None:
@@ -82,7 +87,7 @@ def _speed(figure: Any, rows: Table) -> None:
 
 
 _PLOTS: tuple[tuple[str, str, Callable[[Any, Table], None]], ...] = (
-    ("sweep", "k", _sweep), ("conditions", "conditions", _conditions), ("repair", "repair", _repair),
+    ("sweep", "sweep", _sweep), ("conditions", "conditions", _conditions), ("repair", "repair", _repair),
     ("speed", "time to first token", _speed),
 )  # fmt: skip
 

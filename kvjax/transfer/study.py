@@ -58,7 +58,7 @@ class Study:
         table = self.config.fit
         return calibrate.collect(
             self.source, self.target, documents.read(self.corpus / split), length=table.length, batch=table.batch,
-            sequences=sequences, every=table.every, joint=table.joint, keep=keep,
+            sequences=sequences, every=table.every, keep=keep,
         )  # fmt: skip
 
     def encoded(self, split: str) -> list[np.ndarray]:
@@ -138,31 +138,36 @@ def run(path: str | Path, *, corpus: str | Path, maps: str | Path = ".", keep: P
 
 
 def _chosen(study: Study, stats: Statistics, trained: Mapping[str, Mapper]) -> tuple[dict[str, Mapper], str]:
-    """(the closed form of the best k and the trained maps, the name of the best of them), by nats on the choosing
-    split."""
+    """(the best closed form and the trained maps, the name of the best of them), by nats on the choosing split."""
     table, split = study.config.fit, study.config.texts.choosing
     held = study.statistics(split, 16)
     made = {}
-    for k in table.k:
-        if table.layers == "matching":
-            layers = select.matching(stats.source.layers, stats.target.layers, k)
-        else:
-            layers = select.by_explained_variance(stats, k, ridge=table.ridge)
-        made[k] = fit(stats, layers, FitConfig(table.ridge, table.method, table.local))
-    named = {**{f"k = {k}": mapper for k, mapper in made.items()}, **trained}
+    for kind in table.kinds:
+        own = kind == "own kind"
+        of, how = (
+            stats.own_kind() if own else stats,
+            FitConfig(table.ridge, table.method, kind == "head-local"),
+        )
+        for k in table.k:
+            if table.layers == "matching":
+                layers = select.matching(stats.source.layers, stats.target.layers, k)
+            else:
+                layers = select.by_explained_variance(of, k, ridge=table.ridge)
+            made[f"k = {k}, {kind}"] = (k, kind, fit(of, layers, how), held.own_kind() if own else held)
+    named = {**{name: mapper for name, (_, _, mapper, _) in made.items()}, **trained}
     results = study.judged(split, {name: conditions.mapped(m, study.cut) for name, m in named.items()})
-    for k, mapper in made.items():
-        answers, explained = results[f"k = {k}"], held_out(mapper, held).mean(0)
+    for name, (k, kind, mapper, truth) in made.items():
+        answers, explained = results[name], held_out(mapper, truth).mean(0)
         study.report.row(
-            "k", k=k, nats=float(answers.nats.mean()), kl=float(answers.kl.mean()), top1=float(answers.top1.mean()),
-            **verdict.cosine(answers), r2_key=float(explained[0]), r2_value=float(explained[1]),
-            map_ms=1e3 * _mapping(study, mapper), weights=mapper.size,
+            "sweep", k=k, kind=kind, nats=float(answers.nats.mean()), kl=float(answers.kl.mean()),
+            top1=float(answers.top1.mean()), **verdict.cosine(answers), r2_key=float(explained[0]),
+            r2_value=float(explained[1]), map_ms=1e3 * _mapping(study, mapper), weights=mapper.size,
         )  # fmt: skip
     nats = {name: float(results[name].nats.mean()) for name in named}
-    k = min(made, key=lambda k: nats[f"k = {k}"])
-    found = {CLOSED: made[k], **trained}
-    best = min(found, key=lambda name: nats[f"k = {k}" if name == CLOSED else name])
-    study.report.facts |= {"k chosen on the choosing split": k, "best map there": best}
+    closed = min(made, key=nats.__getitem__)
+    nats[CLOSED], found = nats[closed], {CLOSED: named[closed], **trained}
+    best = min(found, key=nats.__getitem__)
+    study.report.facts |= {"closed form chosen on the choosing split": closed, "best map there": best}
     return found, best
 
 

@@ -201,3 +201,11 @@ def test_memory_is_what_the_arrays_take() -> None:
     for joint in (True, False):
         total = sum(z.nbytes for z in jax.tree.leaves(moments.empty(SOURCE, TARGET, joint=joint)))
         assert moments.memory(SOURCE, TARGET, joint=joint) == total
+
+
+def test_own_kind_is_a_part_of_both() -> None:
+    x, y = data(1, noise=1.0)
+    part, direct = taken_in([(x, y)], True).own_kind(), taken_in([(x, y)], False)
+    for field in ("mean_x", "mean_y", "xx", "xy", "yy"):
+        np.testing.assert_allclose(getattr(part, field), getattr(direct, field), atol=1e-4)
+    assert not part.joint and part.own_kind() is part

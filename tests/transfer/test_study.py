@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import string
@@ -31,7 +32,7 @@ def pair_file(path: Path, **change: str) -> Path:
     lines = {
         "head": f'source = "{model}"\ntarget = "{model}"',
         "texts": "[texts]\nprefix = 24\nsuffix = 8\ndocuments = 4",
-        "fit": '[fit]\nk = [1, 2]\nsequences = 16\nlength = 40\nridge = 1e-6',
+        "fit": f"[fit]\nk = [1, 2]\nkinds = {list(pairfile.KINDS)}\nsequences = 16\nlength = 40\nridge = 1e-6",
         "rollout": "[rollout]\nsteps = 3",
         "repair": "[repair]\ntails = [1, 8]\nlayers = [0, 1]",
         "speed": "[speed]\nlengths = [32, 64]\ntail = 8\nrepeats = 1",
@@ -76,7 +77,11 @@ def test_a_pair_is_judged_with_all_its_controls(corpus: Path, maps: Path, tmp_pa
     path = pair_file(tmp_path / "pair.toml", trained=TRAINED, bars=bars)
     plots = tmp_path / "plots"
     report, status = judged(path, corpus, "--maps", str(maps), "--plots", str(plots))
-    assert [row["k"] for row in report["tables"]["k"]] == [1, 2]
+    sweep = {(row["kind"], row["k"]): row for row in report["tables"]["sweep"]}
+    assert list(sweep) == [(kind, k) for kind in pairfile.KINDS for k in (1, 2)]
+    for k in (1, 2):  # fewer inputs explain less
+        whole, own, local = (sweep[kind, k] for kind in pairfile.KINDS)
+        assert whole["weights"] == 2 * own["weights"] > local["weights"]
     rows = {row["condition"]: row for row in report["tables"]["conditions"]}
     assert {"native", "source alone", "closed form", "own", "self-map control, own", "no context", "zero cache",
             "random map", "another text's cache, closed form", "another text's cache, own",
@@ -157,8 +162,14 @@ def test_the_shipped_files_are_read(path: Path) -> None:
         )
         assert control.options["source"] == control.options["target"] == made.options["target"] == pair.target
         assert made.options["source"] == pair.source
-        told = [
-            (c.optimizer, c.phases, c.run, {**c.options, "source": "", "start": ""}) for c in (made, control)
+        told = [  # the control starts with next to no loss, so its limit on divergence is its own
+            (
+                c.optimizer,
+                c.phases,
+                dataclasses.replace(c.run, diverged=2.0),
+                c.options | {"source": "", "start": ""},
+            )
+            for c in (made, control)
         ]
         assert told[0] == told[1]
 
@@ -167,7 +178,7 @@ def test_a_pair_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(pairfile.StudyError, match="absent.toml: No such file"):
         pairfile.read(tmp_path / "absent.toml")
     for change, message in (
-        ({"fit": "[fit]\nk = [1]\nkay = 2"}, "unknown kay; known: k, sequences"),
+        ({"fit": "[fit]\nk = [1]\nkay = 2"}, "unknown kay; known: k, kinds, sequences"),
         ({"head": 'source = "a"'}, 'missing value for field "target"'),
         ({"texts": "[texts]\nprefix = true"}, "true stands where a number should"),
         ({"trained": '[trained.x]\nmap = "a"'}, "control"),
