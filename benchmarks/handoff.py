@@ -2,9 +2,10 @@
 
     python benchmarks/handoff.py MAP [--source mini-s] [--target mini-m] [--corpus DIR] [--long 8192] [--demand 5]
 
-MAP is a directory that `kvjax fit` or `kvjax train` wrote for the two models. Native, warm (the source's cache is
-there: map, repair, first token) and cold (the source reads first) alternate in one run, on random tokens. Lengths
-beyond the models' context are timed all the same: the programs and their cost are real, what they would say is not.
+MAP is a directory that `kvjax fit` or `kvjax train` wrote for the two models, or the name of one that ships. Native,
+warm (the source's cache is there: map, repair, first token) and cold (the source reads first) alternate in one run, on
+random tokens. Lengths beyond the models' context are timed all the same: the programs and their cost are real, what
+they would say is not.
 The exact hand-off needs --corpus, what `kvjax corpus` wrote; without it that part is left out, and the report says so.
 """
 
@@ -124,9 +125,9 @@ def exact(
 
     def handed(prompt: list[int]) -> tuple[tuple[int, ...], Course, float]:
         run = Exact(source, transfer, target, [prompt], repair, **options)
-        result, course = run.answer()
+        result = run.answer()
         device = sum(run.timings[k] for k in ("read", "map", "provisional", "prefill", "decode"))
-        return result[0].tokens, course, device
+        return result[0].tokens, result.course, device
 
     native(prompts[0]), handed(prompts[0])  # compile
     plain, courses, device, same = [], [], [], 0

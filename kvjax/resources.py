@@ -1,4 +1,4 @@
-"""Data files that travel with the package: `configs/` (inside `kvjax` or beside it in a checkout) and the models."""
+"""Data files that travel with the package: `configs/` (inside `kvjax` or beside it in a checkout), models and maps."""
 
 from __future__ import annotations
 
@@ -27,8 +27,16 @@ def config_path(path: str) -> Traversable:
 
 def packaged_models() -> dict[str, Path]:
     """The models that are installed with kvjax, name -> Hugging Face directory."""
-    root = Path(__file__).parent / "mini"
-    found = sorted(path.parent for path in root.glob("*/config.json"))
+    return _packaged("config.json")
+
+
+def packaged_maps() -> dict[str, Path]:
+    """The maps between caches that are installed with kvjax, name -> directory."""
+    return _packaged("manifest.json")
+
+
+def _packaged(mark: str) -> dict[str, Path]:
+    found = sorted(path.parent for path in (Path(__file__).parent / "mini").glob(f"*/{mark}"))
     return {path.name: path for path in found}
 
 

@@ -77,17 +77,15 @@ def stream_exact(
       pace: provisional tokens said between two chunks of the target's own prefill. options: as for `serve.generate`,
         without draft and stop; `width` (default 8) is that of the rounds that verify.
     """
-    rest: dict[str, Any] = dict(options)
-    width = rest.pop("width", None) or WIDTH
-    yield from Exact(source, mapper, target, prompts, repair, pace, width, **rest).run()
+    yield from Exact(source, mapper, target, prompts, repair, pace, **options).run()
 
 
 class Exact(_Handoff):
-    """One batch. After `run`, `result()` is the exact answer and `course` how it came about."""
+    """One batch. After `run`, `result()` is the exact answer, with its `Course`."""
 
     def __init__(
         self, source: LM, mapper: Mapper | Transfer, target: LM, prompts: Any, repair: Repair = Repair(), pace: int = 1,
-        width: int = WIDTH, **options: Any,
+        width: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
         if "draft" in options or "stop" in options:
             raise ValueError("an exact hand-off drafts by itself, and takes stop_ids but no stop strings yet")
@@ -98,7 +96,7 @@ class Exact(_Handoff):
             target,
             prompts,
             repair,
-            draft=Oracle(width=width),
+            draft=Oracle(width=width or WIDTH),
             draft_params=np.zeros(0),
             **options,
         )
@@ -183,13 +181,16 @@ class Exact(_Handoff):
                         yield event
         total = time.perf_counter() - self.began
         provisional = tuple(int(x) for x in (np.asarray(length) - batch.length)[: batch.count])
-        self.course = Course(
+        self._course = Course(
             first_said, first_confirmed, total, provisional, tuple(int(x) for x in retracted)
         )
         self.timings["total"] = total
 
-    def answer(self) -> tuple[Result, Course]:
+    def result(self) -> Result:
+        return dataclasses.replace(super().result(), course=self._course)
+
+    def answer(self) -> Result:
         """Run to the end."""
         for _ in self.run():
             pass
-        return self.result(), self.course
+        return self.result()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ from kvjax.decode.state import DecodeState
 from kvjax.lm import LM
 from serve.requests import Batch, Options, prepare
 from serve.text import TextRow
+
+if TYPE_CHECKING:
+    from serve.exact import Course
 
 STOP_CHECK = 8  # rounds between looks at the text for stop strings
 
@@ -45,7 +48,7 @@ class Result:
 
     timings: seconds of prepare, prefill (all chunks), decode and total. compiles: backend compilations during the
     call; cache_hits: programs read from the persistent cache instead. program: the shape identity is promised in.
-    warnings: what makes the answers doubtful, in sentences.
+    warnings: what makes the answers doubtful, in sentences. course: how an exact hand-off went.
     """
 
     generations: tuple[Generation, ...]
@@ -54,6 +57,7 @@ class Result:
     cache_hits: int
     program: dict[str, Any]
     warnings: tuple[str, ...] = ()
+    course: Course | None = None
 
     def __iter__(self) -> Iterator[Generation]:
         return iter(self.generations)

@@ -52,12 +52,15 @@ def handoff(
     prompts: Any,
     *,
     repair: Repair = Repair(),
+    exact: bool = False,
     **options: Unpack[Options],
 ) -> Result:
     """Answer prompts with `target`, which reads only what `repair` says; `source` reads the rest.
 
     Args:
       mapper: a `Transfer` (checked against the models) or a bare `Mapper`.
+      exact: answer as `target` would natively, token for token; see `serve.exact`, whose `stream_exact` tells the
+        course of it as it happens. options are then those of `stream_exact`.
       options: as for `serve.generate`; a draft source must not need the target's features or a prompt of its own.
 
     Returns: as `serve.generate`; `timings` has read (source, with what is mapped meanwhile), map (the rest of it, and
@@ -67,6 +70,10 @@ def handoff(
       ValueError: models the map was not made for, or swapped; a parameter that cannot be served.
       kvjax.sharding.MeshError: the models are on different meshes.
     """
+    if exact:
+        from serve.exact import Exact  # which builds on this module
+
+        return Exact(source, mapper, target, prompts, repair, **options).answer()
     run = _Handoff(source, mapper, target, prompts, repair, **options)
     for _ in run.events(2**31 - 1 if not any(run.batch.stop) else 8):
         pass

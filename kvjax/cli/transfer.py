@@ -94,7 +94,7 @@ def fit(
 
 @main.command()
 @click.argument("source")
-@click.argument("map_", metavar="MAP", type=click.Path(exists=True, path_type=Path))
+@click.argument("map_", metavar="MAP", type=click.Path(path_type=Path))
 @click.argument("target")
 @click.argument("prompt", required=False)
 @click.option("-n", "--max-new-tokens", default=128, help="Tokens to generate at most.")
@@ -132,7 +132,6 @@ def handoff(
     """Let SOURCE read PROMPT (or stdin), and TARGET answer from the cache that MAP makes of it."""
     prompt = prompt_or_stdin(prompt)
     from kvjax.transfer.repair import Repair
-    from serve.exact import Exact
     from serve.handoff import Transfer
     from serve.handoff import handoff as hand
 
@@ -140,11 +139,7 @@ def handoff(
     transfer = Transfer.load(map_, reader, speaker)
     repair = Repair(tail, head, first_layers, group)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    course = None
-    if exact:
-        result, course = Exact(reader, transfer, speaker, [prompt], repair, **options).answer()
-    else:
-        result = hand(reader, transfer, speaker, [prompt], repair=repair, **options)
+    result = hand(reader, transfer, speaker, [prompt], repair=repair, exact=exact, **options)
     if not as_json:
         click.echo(result.text)
         spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result.timings.items())
@@ -156,8 +151,8 @@ def handoff(
         "program": result.program,
         "warnings": result.warnings,
     }
-    if course is not None:
-        report["course"] = dataclasses.asdict(course)
+    if result.course is not None:
+        report["course"] = dataclasses.asdict(result.course)
     click.echo(json.dumps(report))
 
 

@@ -17,6 +17,7 @@ import safetensors.numpy
 
 from kvjax.config import RopeConfig
 from kvjax.lm import LM
+from kvjax.resources import packaged_maps
 from kvjax.transfer import hidden
 from kvjax.transfer.calibrate import fingerprint
 from kvjax.transfer.geometry import Geometry
@@ -109,12 +110,15 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
     """Read a map; every byte is checked against SHA256SUMS.
 
     Args:
+      directory: of the map; a bare name may be that of one that is installed with kvjax.
       dtype: of the weights in memory (`kvjax.transfer.mapper.converted`); None keeps the file's.
 
     Raises:
       ArtifactError: a file or field that is missing, damaged or of an unknown format.
     """
     directory = Path(directory)
+    if len(directory.parts) == 1 and not directory.exists():
+        directory = packaged_maps().get(directory.name, directory)
     _check_sums(directory)
     about = json.loads((directory / MANIFEST).read_text("utf-8"))
     if about.get("format") != FORMAT:

@@ -271,8 +271,9 @@ def test_an_exact_hand_off_is_native_token_for_token(lm: LM, identity, temperatu
                 known = event.upto - start[event.index]
                 assert text[event.index][:known] == final[event.index][: len(text[event.index])]
                 text[event.index][: len(final[event.index])] = final[event.index]
-        assert [g.tokens for g in run.result()] == [g.tokens for g in native]
+        result = run.result()
+        assert [g.tokens for g in result] == [g.tokens for g in native]
         assert [tuple(t) for t in text] == [g.tokens for g in native]
-        retractions.append(sum(run.course.retracted))
-        assert run.course.first_provisional_s < run.course.first_confirmed_s <= run.course.last_s
+        retractions.append(sum(result.course.retracted))
+        assert result.course.first_provisional_s < result.course.first_confirmed_s <= result.course.last_s
     assert retractions[0] == 0 < retractions[2]
