@@ -248,10 +248,13 @@ class MapperTask:
         }
 
     def export(self, params: Any, directory: Path, name: str) -> None:
-        """A map artefact with the residual folded in."""
+        """A map artefact with the residual folded in. Its metrics are those of the trained map, and those it began
+        with."""
         options = {**self.manifest.options, **dataclasses.asdict(self.options), "name": name}
         method = "+".join((self.manifest.method, *self.options.losses))
-        manifest = dataclasses.replace(self.manifest, method=method, options=options)
+        began = self.manifest.metrics | self.evaluate(self.init()[0])
+        metrics = {"held_out_texts": len(self.held), **self.evaluate(params), "start": began}
+        manifest = dataclasses.replace(self.manifest, method=method, options=options, metrics=metrics)
         artifact.save(directory, self.mapper(params, self.start), manifest)
 
 

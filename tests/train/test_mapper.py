@@ -82,6 +82,11 @@ def test_training_lowers_the_divergence_and_folds_into_a_map(data: Path, tmp_pat
     task.export(trained.params, tmp_path / "out", "tiny")
     mapper, manifest = artifact.load(tmp_path / "out")
     assert manifest.method == "ridge+suffix" and manifest.options["part"] == part
+    told = manifest.metrics
+    assert told["divergence"] == pytest.approx(trained.metrics["divergence"], rel=1e-5)
+    assert (
+        told["start"]["divergence"] == pytest.approx(before["divergence"], rel=1e-5) and "r2_key" not in told
+    )
     again = MapperTask(settings, data)
     again.start = mapper
     zero = again.init()[0]
