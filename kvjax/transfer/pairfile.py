@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from kvjax import settings
+from kvjax.transfer.select import HOW
 
 
 class StudyError(ValueError):
@@ -134,6 +135,8 @@ class PairConfig:
         for kind in self.fit.kinds:
             if kind not in KINDS:
                 raise StudyError(f"fit.kinds: {kind!r} is not one of {', '.join(KINDS)}")
+        if self.fit.layers not in HOW:
+            raise StudyError(f"fit.layers: {self.fit.layers!r} is not one of {', '.join(HOW)}")
         if self.rollout.steps < 1:
             raise StudyError(f"rollout.steps must be at least 1, got {self.rollout.steps}")
 

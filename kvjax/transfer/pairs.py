@@ -74,10 +74,7 @@ def fit_pair(
     }  # fmt: skip
     stats = calibrate.collect(source, target, texts, sequences=options.sequences, keep=keep, **how)
     read = time.perf_counter() - began
-    if options.layers == "matching":
-        layers = select.matching(stats.source.layers, stats.target.layers, options.k)
-    else:
-        layers = select.by_explained_variance(stats, options.k, ridge=options.ridge)
+    layers = select.choose(options.layers, stats, options.k, ridge=options.ridge)
     began = time.perf_counter()
     if options.method == "weighted":
         mapper = weighted.fit_pair(

@@ -8,6 +8,20 @@ from kvjax.transfer.fit import _ridge, explained, levels
 from kvjax.transfer.moments import Statistics
 
 Selection = tuple[tuple[int, ...], ...]
+HOW = ("explained", "matching")
+
+
+def choose(how: str, stats: Statistics, k: int, *, ridge: float = 1e-3) -> Selection:
+    """`by_explained_variance` or `matching`, by its name in `HOW`.
+
+    Raises:
+      ValueError: another name, or more layers than the source has.
+    """
+    if how not in HOW:
+        raise ValueError(f"layers {how!r} is not one of {', '.join(HOW)}")
+    if how == "matching":
+        return matching(stats.source.layers, stats.target.layers, k)
+    return by_explained_variance(stats, k, ridge=ridge)
 
 
 def by_explained_variance(stats: Statistics, k: int, *, ridge: float = 1e-3) -> Selection:

@@ -143,17 +143,11 @@ def _chosen(study: Study, stats: Statistics, trained: Mapping[str, Mapper]) -> t
     held = study.statistics(split, 16)
     made = {}
     for kind in table.kinds:
-        own = kind == "own kind"
-        of, how = (
-            stats.own_kind() if own else stats,
-            FitConfig(table.ridge, table.method, kind == "head-local"),
-        )
+        seen, truth = (s.own_kind() if kind == "own kind" else s for s in (stats, held))
+        how = FitConfig(table.ridge, table.method, kind == "head-local")
         for k in table.k:
-            if table.layers == "matching":
-                layers = select.matching(stats.source.layers, stats.target.layers, k)
-            else:
-                layers = select.by_explained_variance(of, k, ridge=table.ridge)
-            made[f"k = {k}, {kind}"] = (k, kind, fit(of, layers, how), held.own_kind() if own else held)
+            layers = select.choose(table.layers, seen, k, ridge=table.ridge)
+            made[f"k = {k}, {kind}"] = (k, kind, fit(seen, layers, how), truth)
     named = {**{name: mapper for name, (_, _, mapper, _) in made.items()}, **trained}
     results = study.judged(split, {name: conditions.mapped(m, study.cut) for name, m in named.items()})
     for name, (k, kind, mapper, truth) in made.items():

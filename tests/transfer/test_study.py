@@ -179,6 +179,11 @@ def test_a_pair_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         pairfile.read(tmp_path / "absent.toml")
     for change, message in (
         ({"fit": "[fit]\nk = [1]\nkay = 2"}, "unknown kay; known: k, kinds, sequences"),
+        (
+            {"fit": '[fit]\nk = [1]\nlayers = "mathcing"'},
+            "fit.layers: 'mathcing' is not one of explained, matching",
+        ),
+        ({"fit": '[fit]\nk = [1]\nkinds = ["all"]'}, "fit.kinds: 'all' is not one of both"),
         ({"head": 'source = "a"'}, 'missing value for field "target"'),
         ({"texts": "[texts]\nprefix = true"}, "true stands where a number should"),
         ({"trained": '[trained.x]\nmap = "a"'}, "control"),
