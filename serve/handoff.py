@@ -64,7 +64,8 @@ def handoff(
       options: as for `serve.generate`; a draft source must not need the target's features or a prompt of its own.
 
     Returns: as `serve.generate`; `timings` has read (source, with what is mapped meanwhile), map (the rest of it, and
-      the repair) and decode. `warnings` says when a prompt is longer than the texts the map was fitted on.
+      the repair) and decode; `course` how an exact hand-off went. `warnings` says when a prompt is longer than the
+      texts the map was fitted on.
 
     Raises:
       ValueError: models the map was not made for, or swapped; a parameter that cannot be served.

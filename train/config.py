@@ -86,7 +86,7 @@ class RunConfig:
     compute: dtype of forward and backward; parameters and moments stay float32. remat: recompute each layer in the
     backward pass instead of keeping its activations. every: steps between checkpoints, each scored on the selection
     split. keep: newest checkpoints kept beside the best. mesh: [data, model]. diverged: abort when the smoothed loss
-    is above this multiple of its value in the first steps.
+    is above this multiple of its value in the first steps of its phase.
     """
 
     seed: int = 0

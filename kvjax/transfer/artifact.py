@@ -110,7 +110,7 @@ def load(directory: str | Path, *, dtype: str | None = None) -> tuple[Mapper, Ma
     """Read a map; every byte is checked against SHA256SUMS.
 
     Args:
-      directory: of the map; a bare name may be that of one that is installed with kvjax.
+      directory: of the map; a bare name that is no path here may be that of one that is installed with kvjax.
       dtype: of the weights in memory (`kvjax.transfer.mapper.converted`); None keeps the file's.
 
     Raises:
